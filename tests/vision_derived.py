@@ -71,8 +71,8 @@ class Kind(NamedTuple):
     image_processor: Mapping[str, Any]
     marks: tuple[str, ...]
     """Special tokens; the first is what a template writes for an image, unless `written` says more."""
-    ids: Mapping[str, str]
-    """Tokens, by the field of the configuration that has their id."""
+    ids: Mapping[str, str | tuple[str, ...]]
+    """Tokens, by the field of the configuration that has their id, or ids."""
     roles: Mapping[str, str] = {}
     """Tokens that the tokenizer knows by name."""
     config: Mapping[str, Any] = {}
@@ -214,6 +214,48 @@ KINDS: dict[str, Kind] = {
         {"image_token_index": "<|IMG_PATCH|>"},
         processor={"patch_size": PATCH, "img_size": 16, "downsample_factor": 2},
     ),
+    "janus": Kind(
+        {"model_type": "llama"},
+        {
+            "model_type": "janus_vision_model",
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": PATCH,
+            "projection_dim": 32,
+            "num_image_tokens": 16,
+            "mlp_ratio": 2.0,
+        },
+        {"image_processor_type": "JanusImageProcessor", "size": {"height": 16, "width": 16}, "min_size": PATCH},
+        ("<image_placeholder>", "<begin_of_image>", "<end_of_image>"),
+        {"image_token_id": "<image_placeholder>"},
+        roles={"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
+        config={
+            "vq_config": {"embed_dim": 4, "num_embeddings": 8, "latent_channels": 8, "base_channels": 32}
+            | {"channel_multiplier": [1, 1], "num_res_blocks": 1, "projection_dim": 32, "image_token_embed_dim": 32}
+        },
+        processor={"num_image_tokens": 16},
+    ),
+    "ovis2": Kind(
+        {"model_type": "qwen2"},
+        {
+            "model_type": "ovis2_vision",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": PATCH,
+            "vocab_size": 24,
+        },
+        {"image_processor_type": "Ovis2ImageProcessor", "min_patches": 1} | _TILES,
+        ("<image>", "<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+        {"image_token_id": "<IMG_ATOM>"}
+        | {"visual_indicator_token_ids": ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")},
+        config={"hidden_size": 32, "vocab_size": 96},
+        processor={"image_seq_length": 16},
+    ),
     "llava_next": Kind(
         {"model_type": "llama"},
         _CLIP,
@@ -243,7 +285,10 @@ def derived_tokenizer(kind: str, path: Path) -> Any:
 def derived_config(kind: str, tokenizer: Any) -> dict[str, Any]:
     """Return a tiny configuration."""
     known = KINDS[kind]
-    ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in known.ids.items()}
+    ids = {
+        field: tokenizer.convert_tokens_to_ids(token if isinstance(token, str) else list(token))
+        for field, token in known.ids.items()
+    }
     sections = {
         "text_config": COMMON | {"max_position_embeddings": 512} | dict(known.text),
         "vision_config": dict(known.tower),

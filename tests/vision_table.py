@@ -31,6 +31,7 @@ HEAD = (
 REFUSED = "\nThese train on text, and rows with images are refused with the reason:\n\n"
 HEAD_OF_REFUSED = "| `model_type` | reason |\n|---|---|\n"
 NEEDS_TORCHVISION = ("cohere2_vision", "kimi_k25", "llama4")
+OF_OTHER_POSITIONS = ("hunyuan_vl",)
 
 
 def processor_of(kind: str, place: Path) -> tuple[Any, Any, ImageSide]:
@@ -69,7 +70,9 @@ def row_of(kind: str, place: Path) -> str:
 
 def refused_rows() -> dict[str, str]:
     """Return the reason by model_type."""
-    reasons = {kind: image_side(None, None, AutoConfig.for_model(kind)) for kind in NEEDS_TORCHVISION}
+    reasons = {
+        kind: image_side(None, None, AutoConfig.for_model(kind)) for kind in (*NEEDS_TORCHVISION, *OF_OTHER_POSITIONS)
+    }
     tokenizer = character_tokenizer(("<image>", "<bos>"))
     tokenizer.bos_token = "<bos>"
     config = AutoConfig.for_model("paligemma", image_token_index=tokenizer.convert_tokens_to_ids("<image>"))

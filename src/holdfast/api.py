@@ -13,6 +13,7 @@ from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.config.yaml12 import Document
+from holdfast.environments.given import REPLACED, section_of
 from holdfast.errors import ConfigError, UserError
 from holdfast.launch.environment import under_torchrun
 from holdfast.launch.first_rank import end_as_command
@@ -119,6 +120,7 @@ def grpo(  # noqa: PLR0913 - one per thing that a caller can bring
     *,
     rows: Any = None,
     rewards: Rewards | None = None,
+    environment: Any = None,
     model: Any = None,
     tokenizer: Any = None,
     objective: Objective | None = None,
@@ -132,6 +134,9 @@ def grpo(  # noqa: PLR0913 - one per thing that a caller can bring
         rewards: A function, several, or functions by name, instead of `reward`; each has weight 1. They are called in
             this process: nothing ends one that hangs, and `rewards.timeout_seconds` does not hold for them. Their
             parameters and answers are those of a reward file.
+        environment: What the policy acts in, instead of what `environment` names: a class, or a function that makes an
+            environment; a list of functions, which are tools; or an agent, a function of (row, base_url, api_key). It
+            stands at the top of a file that is imported, since episodes run in processes of their own.
         model: As in `sft`.
         tokenizer: As in `sft`.
         objective: As in `sft`.
@@ -142,7 +147,7 @@ def grpo(  # noqa: PLR0913 - one per thing that a caller can bring
         RunStopped: The run stopped before its end.
     """
     functions, sections = _live_rewards(rewards)
-    live = Live(rows, model, tokenizer, objective, tuple(observers), functions)
+    live = Live(rows, model, tokenizer, objective, tuple(observers), functions, environment)
     return _run(GRPOConfig, run_grpo, config, live, {"reward": sections} if sections else {})
 
 
@@ -217,6 +222,8 @@ def _checked(
         draft, base = Draft(Document("config", dict(config))), Path.cwd()
     values = draft.document.values
     values |= replaced
+    if live.environment is not None:
+        values["environment"] = _without(values.get("environment"), REPLACED) | section_of(live.environment, base)
     if live.rows is not None:
         values["data"] = _without(values.get("data"), ("path", "synthetic", "sources")) | {"path": GIVEN}
     if live.model is not None:

@@ -113,6 +113,22 @@ def test_loss_and_every_gradient_are_those_of_whole_sequences(kind: str) -> None
         assert float((gradient - apart[1][name]).norm()) <= 1e-6 * float(apart[1][name].norm()), name
 
 
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("sizes", [[5, 0], [0, 5], [0, 0], [5, 0, 0, 4]])
+def test_a_sequence_that_adds_nothing_to_its_head_changes_nothing_of_others(sizes: list[int], follows: bool) -> None:
+    model = twin(strong_model("llama", scale=2.0), torch.float64)
+    members = group(sizes, 6) + (group([4], 3, 10) if follows else [])
+    shares, heads = SHARES[: len(members)], [CommonStart(len(sizes), 6), CommonStart(1, 3)]
+
+    batch = pack(members, shares, dtype=torch.float64, heads=heads[: 1 + follows])
+    together, apart = result(model, batch), result(model, pack(members, shares, dtype=torch.float64))
+
+    assert [example.tokens.tolist() for example in unpack(batch)] == [example.tokens.tolist() for example in members]
+    assert_close(together[0].loss, apart[0].loss, rtol=1e-9, atol=1e-9)
+    for name, gradient in together[1].items():
+        assert float((gradient - apart[1][name]).norm()) <= 1e-6 * float(apart[1][name].norm()), name
+
+
 @pytest.mark.parametrize("kind", ["sequence", "batch", "global"])
 def test_a_router_loss_takes_a_shared_head_for_each_of_its_sequences(kind: Any) -> None:
     model = twin(strong_model("mixtral", scale=2.0), torch.float64)

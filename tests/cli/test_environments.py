@@ -27,6 +27,10 @@ class Asks:
 class Long:
     def begin(self, row): return "b" * 900
     def step(self, turn): ...
+class Both:
+    def begin(self, row): ...
+    def step(self, turn): ...
+    def add(self, a: int) -> int: return a
 WORLDS = {"silent": Silent, "asks": Asks}
 class Lake:
     action_space = None
@@ -39,6 +43,20 @@ class Lake:
 FILES["quoting.jinja"] = FILES["plain.jinja"].replace(
     "{{ message.content }}",
     "{% if loop.revindex < 3 %}{{ message.content }}{% else %}({{ message.content }}){% endif %}",
+)
+FILES["calls.jinja"] = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + FILES[
+    "plain.jinja"
+].replace(
+    "<eos>",
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<eos>",
+)
+FILES["thoughtless.jinja"] = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    + FILES["calls.jinja"].replace(
+        "{{ message.content }}",
+        "{{ message.content.split('</think>')[-1] if loop.index0 < ns.last else message.content }}",
+    )
 )
 TOOL = {"tools": "tools.py:add"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -60,6 +78,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a template that rewrites earlier turns": (
         {"environment": {"path": "world.py:Silent"}, "data": {"chat_template": "quoting.jinja"}},
+        "data.chat_template to a jinja file that writes a conversation turn by turn as it was said, or environment.his",
+    ),
+    "a template that drops thoughts at the user's next message, beside tools": (
+        {"environment": {"path": "world.py:Both"}, "data": {"chat_template": "thoughtless.jinja"}},
         "data.chat_template to a jinja file that writes a conversation turn by turn as it was said, or environment.his",
     ),
     "no messages": (

@@ -16,22 +16,33 @@ from tests.rewards.conftest import is_alive, wait_for
 
 WORLD = '''
 import os
+import time
 from pathlib import Path
 from holdfast.environments.base import Observation
 
+def claimed():
+    """Say whether this is the first episode that asks: of several at once, one may kill."""
+    try:
+        os.close(os.open("killed", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
 class World:
-    """Kills its rank in the second turn of a row that asks for it, but once."""
+    """Kills its rank in the second turn of a row that asks for it, once step 2 is saved, and but once."""
 
     replayable = True
 
     def begin(self, row):
-        self.kills = row["kills"] and not Path("killed").exists()
+        self.kills = row["kills"]
         with open("pids", "a") as file:
             file.write(f"{os.getpid()}\\n")
 
     def step(self, turn):
-        if self.kills and turn.number == 1:
-            Path("killed").touch()
+        if self.kills and turn.number == 1 and claimed():
+            last = time.monotonic() + 90
+            while not Path("r/checkpoints/step-00000002/manifest.json").exists() and time.monotonic() < last:
+                time.sleep(0.01)
             supervisor = Path(f"/proc/{os.getppid()}/stat").read_text()
             os.kill(int(supervisor.rpartition(")")[2].split()[1]), 9)
         reward = sum(ord(character) % 2 for character in turn.text) / 8
@@ -49,7 +60,7 @@ def start(warm: WarmPython, place: Path) -> tuple[int, str]:
         "run": {"dir": ".", "name": "r"},
         "model": {"config": TINY | {"max_position_embeddings": 160}, "tokenizer": "builtin:characters"},
         "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 160, "shuffle": False},
-        "environment": {"path": "world.py:World", "max_turns": 3, "on_cut": "continue"},
+        "environment": {"path": "world.py:World", "max_turns": 3, "on_cut": "continue", "timeout_seconds": 120},
         "rollout": {"group_size": 4, "max_new_tokens": 8, "show": 0},
         "reward": "environment",
         "groups": {"truncated": "keep"},
@@ -78,7 +89,7 @@ def test_a_step_that_is_left_between_two_turns_is_made_again_bit_for_bit(
     assert code == 3, said
     assert "was killed by SIGKILL" in said
     pids = [int(pid) for pid in (broken / "pids").read_text().split()]
-    assert wait_for(lambda: not any(map(is_alive, pids))), "environments die with their rank"
+    assert wait_for(lambda: not any(map(is_alive, pids)), 60), "environments die with their rank"
     code, said = start(warm, broken)
 
     assert code == 0, said

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import math
+import os
 import re
+import resource
+import tempfile
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +29,7 @@ from holdfast.errors import DataError
 from holdfast.training.policy.sample_images import small_images
 from holdfast.types import Prompt
 from tests.data.test_videos import sequence
-from tests.films import LOSSLESS, LOSSY, film, noise, same_frame, smooth
+from tests.films import LOSSLESS, LOSSY, TICKS, film, noise, same_frame, smooth
 
 WRITTEN = noise(24)
 SECONDS = 2
@@ -283,6 +287,33 @@ def test_an_avi_in_which_a_picture_stays_is_whole_unless_it_is_cut() -> None:
             seen(file[:end])
 
 
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4", "ffv1"])
+def test_an_avi_whose_frames_last_many_ticks_is_whole_unless_it_is_cut(codec: str) -> None:
+    """Where a codec's parser tells no lengths, the container still counts the ticks of the last frame."""
+    with tempfile.NamedTemporaryFile() as file:
+        with av.open(file.name, "w", format="avi") as output:
+            stream: Any = output.add_stream(codec, rate=TICKS)
+            stream.height, stream.width = WRITTEN[0].shape[:2]
+            stream.pix_fmt, stream.codec_context.gop_size = "yuv420p", 4
+            for number, values in enumerate([*WRITTEN, None]):
+                frame = None if values is None else av.VideoFrame.from_ndarray(values, format="rgb24")
+                if frame is not None:
+                    frame.pts, frame.time_base = 20 * number, Fraction(1, TICKS)
+                for packet in stream.encode(frame):
+                    packet.duration = 20
+                    output.mux(packet)
+        whole = Path(file.name).read_bytes()
+
+    frames, rate = seen(whole, fps=50.0)
+
+    assert rate == 50.0
+    assert len(frames) >= 23  # AVI has no times of its own: the last of libx264's frames come together
+    pictures = [match.start() for match in re.finditer(b"00dc(?!\0\0\0\0)", whole[: whole.find(b"idx1")])]
+    for end in (pictures[-1], pictures[-2], pictures[12]):
+        with pytest.raises(DataError, match=CUT):
+            seen(whole[:end])
+
+
 def test_a_title_in_latin_1_refuses_no_film() -> None:
     file = film(WRITTEN, title="Cafe")
     assert b"Cafe" in file
@@ -316,6 +347,47 @@ def test_a_file_of_which_ffmpeg_says_input_output_error_is_a_bad_row(length: int
 
     with pytest.raises(DataError, match="cannot be read as a film: Input/output error"):
         seen(tmp_path / "clip.webm")
+
+
+TABLES = {"stts": 8, "stss": 8, "stsz": 12}
+"""Name of a table of an MP4 -> where its count stands."""
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_bit_in_the_count_of_a_table_is_a_damaged_film_and_no_lack_of_memory(table: str) -> None:
+    whole = film(WRITTEN, "mp4")
+    place = whole.find(table.encode()) + TABLES[table]
+    refused = 0
+    for bit in range(32):
+        damaged = bytearray(whole)
+        damaged[place + bit // 8] ^= 1 << bit % 8
+        try:
+            decoded(bytes(damaged), 2.0, None, "Row 7")
+        except DataError as error:
+            assert str(error).startswith("Row 7 ")
+            refused += 1
+    assert refused > 20
+
+
+def test_a_damaged_film_is_not_blamed_where_memory_lacks() -> None:
+    whole = bytearray(film(WRITTEN, "mp4"))
+    whole[whole.find(b"stts") + TABLES["stts"]] ^= 64
+
+    with pytest.raises(DataError):
+        decoded(bytes(whole), 2.0, None, "a film")
+    ended = os.fork()
+    if not ended:
+        status = 1
+        with contextlib.suppress(BaseException):
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**22, resource.RLIM_INFINITY))
+            try:
+                decoded(bytes(whole), 2.0, None, "a film")
+            except MemoryError:
+                status = 0
+        os._exit(status)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("error", [MemoryError(), av.error.MemoryError(errno.ENOMEM, "Cannot allocate memory")])

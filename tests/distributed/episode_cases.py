@@ -17,7 +17,7 @@ from holdfast.errors import RunStopped
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.recipes.grpo import learn
+from holdfast.recipes.grpo import grpo_step, learn
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.episodes import check_environments, open_environments
@@ -44,6 +44,19 @@ def train_on_episodes(world: World, tree: dict[str, Any], rows: Any, base: str, 
             episodes.append(sorted(row for part in run.setting.ranks.gather(_rows(rollout.groups)) for row in part))
     final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.trained.model).items()}
     return {"lines": lines, "parameters": final, "episodes": episodes}
+
+
+def told_in_steps(world: World, tree: dict[str, Any], rows: Any, base: str, steps: int) -> list[list[str]]:
+    """Return the messages that a run has for the screen after each step."""
+    config = from_mapping(tree, GRPOConfig)
+    told = []
+    with open_environments(config, Path(base), world) as environments:
+        run = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
+        for _ in range(steps):
+            run.setting.log.messages.clear()
+            assert grpo_step(run) is not None
+            told.append(list(run.setting.log.messages))
+    return told
 
 
 def try_rows(world: World, tree: dict[str, Any], rows: Any, base: str, is_stopped: bool) -> float:
@@ -119,6 +132,10 @@ def update_by_hand(
             total = total + (kl * k3 - entropy * entropies - ratio * advantage)[is_chosen].sum()
             chosen_means += torch.stack([values[is_chosen].sum() for values in (entropies, k3, -chosen)]).detach()
         count = sum(sum(row[2]) for row in step)
+        if not count:  # nothing is trained, and nothing moves
+            losses.append(0.0)
+            norms.append(0.0)
+            continue
         means.append((chosen_means / count).tolist())
         loss = total / count
         model.zero_grad()

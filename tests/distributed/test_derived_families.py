@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from holdfast.config.sections.data import DataConfig, PromptDataConfig
 from holdfast.data.content.lengths import joined_inputs
@@ -20,10 +21,10 @@ from tests.distributed.test_vision import with_zeros
 from tests.vision import picture_rows
 from tests.vision_derived import derived_directory, derived_model, derived_side, tokenizer_in
 
-KINDS = ["qwen3_5", "gemma4", "internvl", "llava_next"]
+KINDS = ["qwen3_5", "gemma4", "janus", "ovis2", "internvl", "llava_next"]
 MAX_LENGTH = 256
-TOLERANCE = dict.fromkeys(KINDS, 1e-10) | {"qwen3_5": 1e-6, "gemma4": 1e-5}
-"""Gemma's norms and the linear attention of Qwen3.5 compute in float32 in a float64 model."""
+TOLERANCE = dict.fromkeys(KINDS, 1e-10) | {"qwen3_5": 1e-6, "gemma4": 1e-5, "ovis2": 1e-8}
+"""Gemma's norms, those of Ovis2's tower and the linear attention of Qwen3.5 compute in float32 in a float64 model."""
 LR = 1e-3
 """Larger updates of these models send rounding in float32 to other places within three steps."""
 ROWS = {
@@ -98,7 +99,7 @@ def test_a_policy_s_steps_are_those_of_the_paper(pools: Any, directory: Callable
     found = pools(2).run(grpo_cases.train, tree, rows)[0]
 
     def shown(prompt_id: int, tokens: Sequence[int]) -> dict[str, Any]:
-        read = np.array([*tokens[:-1], 0 if tokens[-1] == side.image_id else tokens[-1]])
+        read = np.array([*tokens[:-1], 0 if tokens[-1] in side.marks else tokens[-1]])
         inputs = side.upstream_inputs(read, images[prompt_id]) if images[prompt_id] else {}
         return {"input_ids": torch.tensor(read)[None]} | {name: torch.as_tensor(v) for name, v in inputs.items()}
 
@@ -110,3 +111,23 @@ def test_a_policy_s_steps_are_those_of_the_paper(pools: Any, directory: Callable
         np.testing.assert_allclose(
             found["parameters"][name], parameter, rtol=0, atol=max(TOLERANCE[kind], 1e-6), err_msg=name
         )
+
+
+@pytest.mark.parametrize("kind", ["janus", "ovis2"])
+def test_a_policy_that_samples_a_mark_of_images_ends_its_completion(pools: Any, tmp_path: Path, kind: str) -> None:
+    """Behind it, training would read a feature, or miss one, where sampling read an embedding."""
+    directory = derived_directory(tmp_path / kind, kind)
+    side, file = derived_side(directory), directory / "model.safetensors"
+    tensors = load_file(file)
+    for mark in side.marks:
+        tensors["lm_head.weight"][mark] *= 4.0
+    save_file(tensors, file, {"format": "pt"})
+    tree = grpo_cases.settings(str(directory), data={"max_length": MAX_LENGTH, "tokens_per_micro_batch": 1024})
+
+    found = pools(1).run(grpo_cases.train, tree, prompts())[0]
+
+    completions = [(list(tokens), finish) for step in found["sampled"] for _, _, tokens, finish, _ in step]
+    marked = [(tokens, finish) for tokens, finish in completions if set(tokens) & set(side.marks)]
+    assert len(marked) > 3
+    for tokens, finish in marked:
+        assert (finish, set(tokens[:-1]) & set(side.marks)) == ("stop", set())

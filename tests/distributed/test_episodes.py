@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.episode_cases import sample_with_nan, train_on_episodes, try_rows, update_by_hand
+from tests.distributed.episode_cases import sample_with_nan, told_in_steps, train_on_episodes, try_rows, update_by_hand
 from tests.distributed.grpo_cases import settings
 from tests.tiny import tiny_directory, tiny_model
 
@@ -204,3 +204,31 @@ def test_episodes_of_a_policy_whose_logits_are_nan_stop_the_run(pools: Any, gpt2
 
     assert len(set(said)) == 1, "all ranks say the same"
     assert "The policy's logits are not finite (NaN) for 4 prompts of step 1, the first one prompt 0" in said[0]
+
+
+CALLING = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}<bos>{{ message.role }}:{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<eos>{% endfor %}{% if add_generation_prompt %}<bos>assistant:{% endif %}"
+)
+"""Writes calls so that they can be read back, and of tools their names."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tools", ["tools.py:add", None])
+def test_tools_that_no_policy_calls_are_told_with_what_it_wrote(
+    pools: Any, gpt2: Path, ranks: int, tools: str | None
+) -> None:
+    (gpt2 / "tools.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
+    environment = {"tools": tools} if tools else {"path": "world.py:WORLDS", "max_turns": 2, "on_cut": "continue"}
+    data = {"batch_size": 2, "max_length": 96, "chat_template": CALLING}
+    rollout = {"group_size": 2, "max_new_tokens": 6}
+    settled = settings(str(gpt2), steps=4, rollout=rollout, data=data, environment=environment)
+
+    told = pools(ranks).run(told_in_steps, settled, ROWS, str(gpt2), 4)[0]
+
+    warned = [[line for line in lines if "no tool was called" in line] for lines in told]
+    assert [len(lines) for lines in warned] == ([0, 0, 1, 0] if tools else [0] * 4)
+    for (line,) in filter(None, warned):
+        assert "3 steps" in line

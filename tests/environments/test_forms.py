@@ -70,6 +70,22 @@ def test_a_row_names_its_environment_of_several(start: Start) -> None:
         pool.kind_of({}, "Row 1")
 
 
+def test_whether_a_turn_without_calls_is_answered_is_known_of_each_environment(start: Start) -> None:
+    source = """
+    class Talks:
+        def begin(self, row): ...
+        def step(self, turn): ...
+        def add(self, a: int) -> int: return a
+    class Calls:
+        def begin(self, row): ...
+        def add(self, a: int) -> int: return a
+    World = {"talks": Talks, "calls": Calls, "made": lambda: Talks()}
+    """
+
+    assert start(source).answering == {"talks", "made"}
+    assert start(OF_TRL).answering == frozenset()
+
+
 def test_an_environment_of_trl_is_told_what_trl_tells_it(start: Start) -> None:
     """It adds without looking at types, what it returns is written as Python writes it, and errors are dictionaries."""
     pool = start(OF_TRL)
@@ -121,6 +137,7 @@ def test_frozen_lake_is_played_by_words(start: Start) -> None:
 
     assert pool.tools == {"": ()}
     assert pool.replayable
+    assert pool.answering == {""}
     contents = [step.messages[0]["content"] for step in seen]
     assert contents[:2] + contents[3:] == ["0", "4", "8", "9", "10", "14", "15"]
     assert contents[2] == "error: ValueError: tuple.index(x): x not in tuple"

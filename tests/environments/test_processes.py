@@ -174,6 +174,30 @@ HOSTILE = {
     "raises": (in_begin("return row['question']"), "raised", "raised KeyError: 'question' (world.py:4)"),
     "garbage": (in_begin("return 7"), "malformed", "returned a int (7), which is neither text nor a list of messages"),
     "memory": (in_begin("return 'x' * (1 << 33)"), "raised", "MemoryError"),
+    "deep": (
+        in_begin("""
+        import sys
+        sys.setrecursionlimit(10**6)
+        value = []
+        for _ in range(3000): value = [value]
+        return [{"role": "user", "content": "x", "more": value}]
+        """),
+        "malformed",
+        "nested",
+    ),
+    "deep bytes": (
+        in_begin("""
+        import os
+        payload = b'{"result": ' + b"[" * 3000 + b"]" * 3000 + b"}"
+        numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]
+        links = {n: os.readlink(f"/proc/self/fd/{n}") for n in numbers if os.path.lexists(f"/proc/self/fd/{n}")}
+        channel = next(number for number, link in links.items() if link.startswith("socket:"))
+        os.write(channel, len(payload).to_bytes(8, "little") + payload)
+        return "x"
+        """),
+        "died",
+        "wrote into the channel of its worker",
+    ),
     "long": (in_begin("return 'x' * (1 << 24)"), "malformed", "bytes, and an observation has 16777216 at most"),
     "no json": (
         in_begin("return [{'role': 'user', 'content': 'x', 'when': object()}]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -82,14 +83,14 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
         rows: Sequence[dict[str, Any]],
         *,
         source: str = GUESS,
-        splits: bool = False,
+        splits_at: Sequence[str] = (),
         seed: int = 5,
         **options: Any,
     ) -> list[Episode]:
         (tmp_path / "world.py").write_text(textwrap.dedent(source))
         (tmp_path / "tools.py").write_text(TOOLS)
         limits = {"max_turns": 4, "max_length": 400, "max_new_tokens": 40, "max_seconds": None, "ends_when_cut": True,
-                  "instances": 64}  # fmt: skip
+                  "instances": 64, "max_characters": math.inf}  # fmt: skip
         interrupted = options.pop("interrupted", lambda: False)
         limits |= {name: options.pop(name) for name in [*limits] if name in options}
         config = EnvironmentConfig.model_validate({"path": "world.py:World", **options})
@@ -97,7 +98,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
         pools[-1].start()
         template = ChatTemplate(engine.tokenizer, engine.tokenizer.chat_template or CHATML, {}, "it")
         writers = {
-            name: TurnTemplate(template, tools, [engine.tokenizer.eos_token_id], splits=splits)
+            name: TurnTemplate(template, tools, [engine.tokenizer.eos_token_id], splits_at)
             for name, tools in pools[-1].tools.items()
         }
         parsers = {name: proved_parser(template, writer, writer.tools) for name, writer in writers.items()}

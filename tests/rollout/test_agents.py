@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
+import socket
 import textwrap
 import threading
 import time
@@ -18,11 +21,13 @@ import pytest
 
 from holdfast.config.sections.environment import AgentConfig
 from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.content.formats import Conversation
 from holdfast.data.tokens.chat_template import ChatTemplate
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError
 from holdfast.rollout.engine import converse
 from holdfast.rollout.episodes.agents import AgentLoop
+from holdfast.rollout.episodes.chat_calls import CallRefused, chat_call
 from holdfast.rollout.episodes.endpoint import Endpoint
 from holdfast.rollout.episodes.history import TurnTemplate
 from holdfast.rollout.episodes.loop import Episode, EpisodeRequest, Limits
@@ -73,9 +78,11 @@ def run(tmp_path: Path) -> Iterator[Run]:
         source: str,
         rows: Sequence[Mapping[str, Any]] = ({},),
         *,
-        splits: bool = False,
+        splits_at: Sequence[str] = (),
         interrupted: Callable[[], bool] = lambda: False,
         max_length: int = 400,
+        max_characters: float = math.inf,
+        decode: Callable[[str], str] = lambda text: text,
         **options: Any,
     ) -> list[Episode]:
         (tmp_path / "agent.py").write_text(CLIENT + textwrap.dedent(source))
@@ -86,7 +93,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         template = ChatTemplate(engine.tokenizer, engine.tokenizer.chat_template or CHATML, {}, "it")
 
         def syntax_of(tools: tuple[Mapping[str, Any], ...]) -> Syntax:
-            writer = TurnTemplate(template, tools, [engine.tokenizer.eos_token_id], splits=splits)
+            writer = TurnTemplate(template, tools, [engine.tokenizer.eos_token_id], splits_at)
             return Syntax(writer, proved_parser(template, writer, tools))
 
         writer = syntax_of(()).writer
@@ -94,10 +101,13 @@ def run(tmp_path: Path) -> Iterator[Run]:
         requests = [
             EpisodeRequest(0, place, 5 + place, (), prompt, row, writer, None) for place, row in enumerate(rows)
         ]
-        limits = Limits(config.max_turns, max_length, 40, None, False, config.instances)
-        decode = lambda tokens, plain: engine.tokenizer.decode(tokens, skip_special_tokens=plain)  # noqa: E731
+        limits = Limits(config.max_turns, max_length, 40, None, False, config.instances, max_characters)
+
+        def decoded(tokens: list[int], plain: bool) -> str:
+            return decode(engine.tokenizer.decode(tokens, skip_special_tokens=plain))
+
         with Endpoint(SamplingConfig()) as endpoint:
-            loop = AgentLoop(requests, pools[-1], endpoint, syntax_of, decode, limits, interrupted)
+            loop = AgentLoop(requests, pools[-1], endpoint, syntax_of, decoded, limits, interrupted)
             converse(engine, loop, SamplingConfig(), interrupted)
             return loop.episodes
 
@@ -194,7 +204,7 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each(run: Run)
     tokenizer.chat_template = FORGETFUL
     engine = ScriptedEngine(tokenizer, lambda _: "<think>\nhello\n</think>\n\nhello")
 
-    (episode,) = run(engine, GUESS, [{"turns": 2}], splits=True)
+    (episode,) = run(engine, GUESS, [{"turns": 2}], splits_at=["user"])
 
     assert len(episode.samples) == 2
     first, second = (text_of(engine, sample.tokens) for sample in episode.samples)
@@ -464,6 +474,146 @@ def test_a_call_under_way_when_the_endpoint_closes_is_refused() -> None:
     thread.join(10)
 
     assert statuses == [401]
+
+
+NESTED = """
+def nested(levels):
+    value = {"type": "string"}
+    for _ in range(levels):
+        value = {"type": "object", "properties": {"a": value}}
+    return value
+"""
+
+
+def test_schemas_and_arguments_that_are_nested_too_deeply_are_refused_and_the_agent_may_go_on(
+    run: Run, tmp_path: Path
+) -> None:
+    source = f"""
+    {textwrap.indent(NESTED, " " * 4).strip()}
+    def agent(row, base_url, api_key):
+        tool = {{"type": "function", "function": {{"name": "add", "parameters": nested(row["levels"])}}}}
+        call = {{"id": "1", "function": {{"name": "add", "arguments": json.dumps(nested(row["levels"]))}}}}
+        called = {{"role": "assistant", "content": None, "tool_calls": [call]}}
+        answers = [ask(base_url, api_key, [user("play")], tools=[tool])]
+        answers.append(ask(base_url, api_key, [user("play"), called, user("go on")]))
+        answers.append(ask(base_url, api_key, [user("play")]))
+        json.dump(answers, open({str(tmp_path)!r} + f"/{{row['levels']}}.json", "w"))
+    """
+
+    episodes = run(ScriptedEngine(bpe(), counting), source, [{"levels": 450}, {"levels": 20}], max_length=4000)
+
+    assert [(episode.ended, episode.turn_count) for episode in episodes] == [("done", 1), ("done", 3)]
+    answers = json.loads((tmp_path / "450.json").read_text())
+    assert [answer.get("error", {}).get("type") for answer in answers] == [*["invalid_request_error"] * 2, None]
+    assert all("error" not in answer for answer in json.loads((tmp_path / "20.json").read_text()))
+
+
+def test_a_call_that_cannot_be_written_or_answered_ends_its_own_episode_alone(run: Run) -> None:
+    tokenizer = copy.deepcopy(bpe())
+    endless = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+    tokenizer.chat_template = CHATML + f"{{% if messages[-1].content == 'endless' %}}{endless}{{% endif %}}"
+    engine = ScriptedEngine(tokenizer, lambda text: "bad" if "say bad" in text else "good")
+    source = """
+    def agent(row, base_url, api_key):
+        for content in row["asks"]:
+            ask(base_url, api_key, [user(content)])
+    """
+
+    def decode(text: str) -> str:
+        if text.startswith("bad"):
+            raise AssertionError("no such text")
+        return text
+
+    asks = [["play", "endless", "play"], ["play", "say bad", "play"], ["play", "play"]]
+    episodes = run(engine, source, [{"asks": texts} for texts in asks], decode=decode)
+
+    assert [(episode.ended, episode.finish) for episode in episodes] == [
+        ("done", Finish.STOP), ("fault", Finish.ERROR), ("done", Finish.STOP),
+    ]  # fmt: skip
+    assert [episode.turn_count for episode in episodes] == [2, 1, 2]
+    assert "AssertionError" in episodes[1].fault
+
+
+def test_conversations_with_more_characters_than_an_episode_can_have_are_not_rendered(run: Run, tmp_path: Path) -> None:
+    rendered: list[int] = []
+    engine = ScriptedEngine(bpe(), counting)
+    source = f"""
+    def agent(row, base_url, api_key):
+        long = {{"type": "function", "function": {{"name": "add", "description": "a" * 5000}}}}
+        codes = []
+        for messages, tools in (
+            ([user("a" * 5000)], []), ([user("")] * 5000, []), ([user("play")], [long]), ([user("play")], []),
+        ):
+            answer = ask(base_url, api_key, messages, tools=tools)
+            codes.append(answer["error"]["code"] if "error" in answer else None)
+        json.dump(codes, open({str(tmp_path / "codes.json")!r}, "w"))
+    """
+
+    class Counted(type(engine.tokenizer)):  # type: ignore[misc]
+        def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+            rendered.append(max(len(str(message.get("content"))) for message in conversation) + len(conversation))
+            return super().apply_chat_template(conversation, *args, **kwargs)
+
+    engine.tokenizer.__class__ = Counted
+    (episode,) = run(engine, source, max_characters=4000)
+
+    too_long = "context_length_exceeded"
+    assert json.loads((tmp_path / "codes.json").read_text()) == [too_long, too_long, too_long, None]
+    assert (episode.ended, episode.turn_count) == ("done", 1)
+    assert max(rendered) < 100
+
+
+ODD: list[Any] = [5, None, "abc", [], [1], {}, {"a": 1}, True, -1.5, [[]], [None], {"role": 5}, "\ud800"]
+WHOLE: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "a"}]},
+        {"role": "user", "content": "b", "name": "c"},
+        {"role": "assistant", "content": None, "reasoning_content": "d",
+         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "e", "arguments": '{"f": 1}'}}]},
+        {"role": "tool", "content": "g", "tool_call_id": "1", "name": "e"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "e", "description": "h",
+               "parameters": {"type": "object", "properties": {"f": {"type": "integer"}}}}}],
+    "max_tokens": 5, "temperature": 1.0, "stop": [], "logprobs": True, "seed": 1, "n": 1, "tool_choice": "auto",
+}  # fmt: skip
+
+
+def mutated(value: Any, generator: np.random.Generator) -> Any:
+    """Return a value with one of its parts replaced."""
+    if not isinstance(value, dict | list) or not value or generator.random() < 0.15:
+        return copy.deepcopy(ODD[generator.integers(len(ODD))])
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    key, changed = keys[generator.integers(len(keys))], copy.deepcopy(value)
+    changed[key] = mutated(value[key], generator)
+    return changed
+
+
+def test_whatever_a_body_holds_is_read_or_refused() -> None:
+    generator, template = np.random.default_rng(0), ChatTemplate(bpe(), CHATML, {}, "it")
+    refused = 0
+    for _ in range(5000):
+        body = mutated(mutated(WHOLE, generator) if generator.random() < 0.5 else WHOLE, generator)
+        try:
+            asked = chat_call(body, SamplingConfig())
+        except CallRefused as refusal:
+            refused += 1
+            assert (refusal.status, bool(str(refusal))) == (400, True)
+            continue
+        json.dumps([asked.messages, asked.tools])
+        template.text(Conversation(list(asked.messages), asked.tools))
+    assert 1000 < refused < 4500
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "9" * 12, "-1", "1e3", ""])
+def test_a_length_that_is_none_is_told_so(length: str) -> None:
+    with Endpoint(SamplingConfig()) as endpoint:
+        host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as channel:
+            channel.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
+            answer = channel.makefile("rb").read().decode()
+
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["message"]
 
 
 OPENAI = os.environ.get("HOLDFAST_OPENAI_PYTHON", "")

@@ -11,8 +11,10 @@ import pytest
 
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
+from holdfast.errors import ConfigError
 from holdfast.rollout.engine import Sampled
-from holdfast.rollout.episodes.history import TurnTemplate, classify
+from holdfast.rollout.episodes.history import TurnTemplate, classify, observations_of, observations_of_agents
+from holdfast.rollout.episodes.proof import proved_syntax
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.types import Finish
 
@@ -39,6 +41,9 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "A number."}}},
     },
 }
+
+
+USER, TOOL = (("user",),), (("tool",),)
 
 
 def bpe() -> Any:
@@ -136,7 +141,7 @@ def test_drawn_conversations_keep_every_sampled_token_and_train_no_other() -> No
 def test_a_joined_conversation_is_that_of_the_template(tools: tuple[dict[str, Any], ...]) -> None:
     writer = turn_template(bpe(), tools=tools)
 
-    assert writer.prove() == ""
+    assert writer.prove(observations_of_agents(tools)) == ""
 
 
 def test_a_difference_between_joined_and_whole_is_named() -> None:
@@ -144,7 +149,7 @@ def test_a_difference_between_joined_and_whole_is_named() -> None:
     end = "{% if m.role == 'assistant' %}<eos>{% endif %}"
     source = f"{{% for m in messages %}}{{{{ m.content }}}}{end}{{{{ loop.length }}}}|{{% endfor %}}"
 
-    assert "turn 1 is written as" in turn_template(character_tokenizer(), source).prove()
+    assert "turn 1 is written as" in turn_template(character_tokenizer(), source).prove([("user",)])
 
 
 def test_a_template_that_closes_no_answer_is_refused() -> None:
@@ -157,66 +162,121 @@ def test_a_template_that_closes_no_answer_is_refused() -> None:
 
 def test_templates_are_told_apart_by_rendering() -> None:
     tokenizer = bpe()
+    whole, forgetful = ChatTemplate(tokenizer, CHATML, {}, ""), ChatTemplate(tokenizer, FORGETFUL, {}, "")
+    without_tools = ChatTemplate(tokenizer, CHATML.replace("if tools", "if false"), {}, "")
+    two_roles = ChatTemplate(tokenizer, "{{ raise_exception('no turns') }}", {}, "")
     told = {
-        "whole": classify(ChatTemplate(tokenizer, CHATML, {}, "")),
-        "tools": classify(ChatTemplate(tokenizer, CHATML, {}, ""), [ADD]),
-        "forgetful": classify(ChatTemplate(tokenizer, FORGETFUL, {}, "")),
-        "without tools": classify(ChatTemplate(tokenizer, CHATML.replace("if tools", "if false"), {}, ""), [ADD]),
-        "two roles": classify(ChatTemplate(tokenizer, "{{ raise_exception('no turns') }}", {}, "")),
+        "whole": classify(whole, (), USER),
+        "tools": classify(whole, [ADD], TOOL),
+        "all": classify(whole, [ADD], observations_of_agents([ADD])),
+        "forgetful": classify(forgetful, (), USER),
+        "without tools": classify(without_tools, [ADD], TOOL),
+        "two roles": classify(two_roles, (), USER),
     }
 
     assert {name: history.kind for name, history in told.items()} == {
-        "whole": "prefix", "tools": "prefix", "forgetful": "split", "without tools": "refused", "two roles": "refused",
+        "whole": "prefix", "tools": "prefix", "all": "prefix", "forgetful": "split", "without tools": "refused",
+        "two roles": "refused",
     }  # fmt: skip
     assert told["without tools"].reason == "leaves tools out of the prompt"
     assert "no turns" in told["two roles"].reason
+    assert not told["whole"].trims
+
+
+def test_a_template_that_trims_answers_is_told_from_one_that_rewrites_them() -> None:
+    tokenizer = bpe()
+    ends = [tokenizer.eos_token_id]
+    for method in ("strip", "rstrip", "lstrip"):
+        source = CHATML.replace("{{ message.content }}", f"{{{{ message.content.{method}() }}}}")
+        template = ChatTemplate(tokenizer, source, {}, "")
+
+        history = classify(template, (), USER)
+
+        assert (history.kind, history.trims) == ("prefix", True)
+        assert proved_syntax(template, (), ends, USER, splits=False).note
+    assert not proved_syntax(ChatTemplate(tokenizer, CHATML, {}, ""), (), ends, USER, splits=False).note
+
+
+THOUGHTLESS = (
+    "{%- set ns = namespace(last=0) -%}"
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+) + CHATML.replace(
+    "{{ message.content }}",
+    "{% if loop.index0 < ns.last %}{{ message.content.split('</think>')[-1].lstrip() }}"
+    "{% else %}{{ message.content }}{% endif %}",
+)
+"""Drops thoughts at the user's next message, as Qwen3's own template does: results of tools keep them."""
+
+
+def test_a_template_that_drops_thoughts_at_the_user_s_next_message_is_seen_where_there_are_tools_too() -> None:
+    template = ChatTemplate(bpe(), THOUGHTLESS, {}, "it")
+    both, of_agent = observations_of([ADD], answers=True), observations_of_agents([ADD])
+
+    assert both == (("tool",), ("user",))
+    assert classify(template, [ADD], TOOL).kind == "prefix"
+    for observations in (USER, both, of_agent):
+        history = classify(template, [ADD], observations)
+        assert (history.kind, history.splits_at) == ("split", {"user"})
+    ends = [template.tokenizer.eos_token_id]
+    with pytest.raises(ConfigError, match="writes earlier turns otherwise"):
+        proved_syntax(template, [ADD], ends, both, splits=False)
+    writer = proved_syntax(template, [ADD], ends, both, splits=True).writer
+    assert [writer.splits_behind([{"role": role, "content": ""}]) for role in ("tool", "user")] == [False, True]
+    assert not proved_syntax(template, [ADD], ends, TOOL, splits=False).writer.splits_behind([{"role": "tool"}])
 
 
 SPLIT, REFUSED, PREFIX = "split", "refused", "prefix"
 OF_TRL = {
-    "cohere": (PREFIX, REFUSED),
-    "cohere2": (PREFIX, REFUSED),
-    "deepseek_r1_distill": (SPLIT, REFUSED),
-    "deepseek_r1_distill_training": (PREFIX, REFUSED),
-    "deepseekv3": (SPLIT, REFUSED),
-    "diffusion_gemma": (PREFIX, SPLIT),
-    "gemma": (PREFIX, REFUSED),
-    "gemma3": (PREFIX, REFUSED),
-    "gemma4": (PREFIX, PREFIX),
-    "gemma4_v5": (PREFIX, SPLIT),
-    "glm4moe": (SPLIT, PREFIX),
-    "gptoss": (PREFIX, PREFIX),
-    "idefics3": (PREFIX, REFUSED),
-    "lfm2": (PREFIX, REFUSED),
-    "lfm2_2_5": (SPLIT, PREFIX),
-    "lfm2_v2": (PREFIX, PREFIX),
-    "llama3": (PREFIX, REFUSED),
-    "llama3_1": (PREFIX, SPLIT),
-    "llama3_2": (PREFIX, SPLIT),
-    "llava_next": (PREFIX, REFUSED),
-    "muse_glimmer": (PREFIX, SPLIT),
-    "nemotron_3_5_lightning": (SPLIT, PREFIX),
-    "nemotron_3_nano": (SPLIT, PREFIX),
-    "nemotron_3_super": (SPLIT, PREFIX),
-    "nemotron_3_ultra": (SPLIT, PREFIX),
-    "phi3": (PREFIX, REFUSED),
-    "phi3_5": (PREFIX, REFUSED),
-    "qwen2_5": (PREFIX, PREFIX),
-    "qwen2_5_training": (PREFIX, PREFIX),
-    "qwen2_5_vl": (PREFIX, REFUSED),
-    "qwen3": (SPLIT, PREFIX),
-    "qwen3_5_nothink": (SPLIT, SPLIT),
-    "qwen3_5_think": (SPLIT, PREFIX),
-    "qwen3_5_think_training": (PREFIX, PREFIX),
-    "qwen3_6": (SPLIT, PREFIX),
-    "qwen3_6_training": (PREFIX, PREFIX),
-    "qwen3_8": (PREFIX, PREFIX),
-    "qwen3_instruct_2507": (PREFIX, PREFIX),
-    "qwen3_training": (PREFIX, PREFIX),
-    "qwen3_vl": (PREFIX, PREFIX),
-    "smolvlm": (PREFIX, REFUSED),
+    "cohere": (PREFIX, REFUSED, REFUSED),
+    "cohere2": (PREFIX, REFUSED, REFUSED),
+    "deepseek_r1_distill": (SPLIT, REFUSED, REFUSED),
+    "deepseek_r1_distill_training": (PREFIX, REFUSED, REFUSED),
+    "deepseekv3": (SPLIT, REFUSED, REFUSED),
+    "diffusion_gemma": (PREFIX, SPLIT, SPLIT),
+    "gemma": (PREFIX, REFUSED, REFUSED),
+    "gemma3": (PREFIX, REFUSED, REFUSED),
+    "gemma4": (PREFIX, PREFIX, PREFIX),
+    "gemma4_v5": (PREFIX, SPLIT, SPLIT),
+    "glm4moe": (SPLIT, PREFIX, SPLIT),
+    "gptoss": (PREFIX, PREFIX, SPLIT),
+    "idefics3": (PREFIX, REFUSED, REFUSED),
+    "lfm2": (PREFIX, REFUSED, REFUSED),
+    "lfm2_2_5": (SPLIT, PREFIX, SPLIT),
+    "lfm2_v2": (PREFIX, PREFIX, PREFIX),
+    "llama3": (PREFIX, REFUSED, REFUSED),
+    "llama3_1": (PREFIX, SPLIT, SPLIT),
+    "llama3_2": (PREFIX, SPLIT, SPLIT),
+    "llava_next": (PREFIX, REFUSED, REFUSED),
+    "muse_glimmer": (PREFIX, SPLIT, SPLIT),
+    "nemotron_3_5_lightning": (SPLIT, PREFIX, SPLIT),
+    "nemotron_3_nano": (SPLIT, PREFIX, SPLIT),
+    "nemotron_3_super": (SPLIT, PREFIX, SPLIT),
+    "nemotron_3_ultra": (SPLIT, PREFIX, SPLIT),
+    "phi3": (PREFIX, REFUSED, REFUSED),
+    "phi3_5": (PREFIX, REFUSED, REFUSED),
+    "qwen2_5": (PREFIX, PREFIX, PREFIX),
+    "qwen2_5_training": (PREFIX, PREFIX, PREFIX),
+    "qwen2_5_vl": (PREFIX, REFUSED, REFUSED),
+    "qwen3": (SPLIT, PREFIX, SPLIT),
+    "qwen3_5_nothink": (SPLIT, SPLIT, SPLIT),
+    "qwen3_5_think": (SPLIT, PREFIX, SPLIT),
+    "qwen3_5_think_training": (PREFIX, PREFIX, PREFIX),
+    "qwen3_6": (SPLIT, PREFIX, SPLIT),
+    "qwen3_6_training": (PREFIX, PREFIX, PREFIX),
+    "qwen3_8": (PREFIX, PREFIX, PREFIX),
+    "qwen3_instruct_2507": (PREFIX, PREFIX, PREFIX),
+    "qwen3_training": (PREFIX, PREFIX, PREFIX),
+    "qwen3_vl": (PREFIX, PREFIX, PREFIX),
+    "smolvlm": (PREFIX, REFUSED, REFUSED),
 }
-"""Template -> with observations of the user, with calls of tools; those that TRL calls `training` keep thoughts."""
+"""Template -> with observations of the user, with calls of tools, with both in every order; those that TRL calls
+`training` keep thoughts."""
+TRIMMING = {
+    "cohere", "diffusion_gemma", "gemma", "gemma3", "gemma4", "gemma4_v5", "glm4moe", "lfm2_2_5", "llama3", "llama3_1",
+    "llama3_2", "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "qwen3_5_nothink",
+    "qwen3_5_think", "qwen3_5_think_training", "qwen3_6", "qwen3_6_training", "qwen3_8", "qwen3_training",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_TRL)
@@ -231,4 +291,12 @@ def test_templates_of_many_families_are_classified(name: str) -> None:
     tokenizer.bos_token = "<s>"
     template = ChatTemplate(tokenizer, file.read_text(), {}, name)
 
-    assert (classify(template).kind, classify(template, [ADD]).kind) == OF_TRL[name]
+    told = [
+        classify(template, (), observations_of((), answers=True)),
+        classify(template, [ADD], observations_of([ADD], answers=False)),
+        classify(template, [ADD], observations_of([ADD], answers=True)),
+    ]
+    assert tuple(history.kind for history in told) == OF_TRL[name]
+    assert told[0].trims is (name in TRIMMING)
+    of_agent = classify(template, [ADD], observations_of_agents([ADD]))
+    assert of_agent == told[2]

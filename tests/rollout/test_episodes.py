@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from holdfast.rollout.episodes.proof import proved_parser
 from holdfast.training.policy.episodes import group_of
 from holdfast.types import Finish, Prompt
 from tests.rollout.conftest import GUESS, ScriptedEngine
-from tests.rollout.test_episode_tokens import ADD, CHATML, FORGETFUL, bpe
+from tests.rollout.test_episode_tokens import ADD, CHATML, FORGETFUL, THOUGHTLESS, bpe
 
 
 def counting(text: str) -> str:
@@ -260,7 +261,7 @@ def test_a_template_that_forgets_thoughts_gives_a_sample_for_each_turn_after_one
     said = ["<think>low</think>1", "2", "<think>high</think>3"]
     engine = ScriptedEngine(tokenizer, lambda text: said[text.count("<|im_start|>assistant") - 1])
 
-    (episode,) = play(engine, [{"target": said[2]}], splits=True)
+    (episode,) = play(engine, [{"target": said[2]}], splits_at=["user"])
 
     asked = "<|im_start|>user\nplay<|im_end|>\n<|im_start|>assistant\n"
     again = asked + "1<|im_end|>\n<|im_start|>user\nno, after 1<|im_end|>\n<|im_start|>assistant\n"
@@ -272,6 +273,61 @@ def test_a_template_that_forgets_thoughts_gives_a_sample_for_each_turn_after_one
     assert [sample.turn_count for sample in episode.samples] == [1, 2]
     assert (episode.ended, episode.turn_count, episode.turn_rewards) == ("done", 3, [-0.1, -0.1, 1.0])
     assert len({seed for requests in engine.asked for request in requests for seed in request.seeds}) == 3
+
+
+def test_thoughts_stay_behind_results_of_tools_and_go_at_the_user_s_next_message(
+    play: Callable[..., list[Episode]],
+) -> None:
+    source = """
+        from holdfast.environments.base import Observation
+        class World:
+            def begin(self, row): ...
+            def look(self) -> str:
+                return "nothing"
+            def step(self, turn):
+                return Observation("go on", done=turn.number == 2)
+    """
+    tokenizer = copy.deepcopy(bpe())
+    tokenizer.chat_template = THOUGHTLESS
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    said = [f"<think>a</think>{call}", "<think>b</think>2", "<think>c</think>3"]
+    engine = ScriptedEngine(tokenizer, lambda text: said[text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = play(engine, [{}], source=source, splits_at=["user"], max_length=900, max_new_tokens=80)
+
+    texts = [tokenizer.decode(sample.tokens.tolist()) for sample in episode.samples]
+    assert [text.count("<think>") for text in texts] == [2, 1]
+    assert f"{call}<|im_end|>\n<|im_start|>tool\nnothing<|im_end|>\n<|im_start|>assistant\n2" in texts[1]
+    chosen = [tokenizer.decode(sample.tokens[sample.sampled].tolist()) for sample in episode.samples]
+    assert chosen == [f"{said[0]}<|im_end|>{said[1]}<|im_end|>", f"{said[2]}<|im_end|>"]
+
+
+def test_an_observation_with_more_characters_than_an_episode_can_have_is_not_rendered(
+    play: Callable[..., list[Episode]],
+) -> None:
+    source = """
+        from holdfast.environments.base import Observation
+        class World:
+            def begin(self, row):
+                return "a" * row["begins"]
+            def step(self, turn):
+                return Observation("a" * 5000, reward=0.5)
+    """
+    rendered: list[int] = []
+    engine = ScriptedEngine(copy.deepcopy(bpe()), lambda _: "hello")
+
+    class Counted(type(engine.tokenizer)):  # type: ignore[misc]
+        def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+            rendered.append(max(len(str(message.get("content"))) for message in conversation))
+            return super().apply_chat_template(conversation, *args, **kwargs)
+
+    engine.tokenizer.__class__ = Counted
+    rows = [{"begins": 5}, {"begins": 5000}]
+    turns, begins = play(engine, rows, source=source, max_characters=4000)
+
+    assert (turns.ended, turns.turn_rewards) == ("room", [0.5])
+    assert (begins.ended, begins.attempts) == ("fault", 2)
+    assert max(rendered) < 100
 
 
 def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> None:

@@ -227,7 +227,7 @@ def with_response_template(trl: Any, name: str) -> tuple[ChatTemplate, TurnTempl
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
     importlib.import_module("trl.chat_template_utils").add_response_schema(tokenizer)
     template = ChatTemplate(tokenizer, tokenizer.chat_template, {}, name)
-    return template, TurnTemplate(template, [ADD], tokenizer.convert_tokens_to_ids(ENDS), splits=True)
+    return template, TurnTemplate(template, [ADD], tokenizer.convert_tokens_to_ids(ENDS), ["user"])
 
 
 @pytest.mark.parametrize("name", READ)

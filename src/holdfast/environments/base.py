@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 Message = Mapping[str, Any]
 """`role` and `content`, and where they apply `name` and `tool_call_id`."""
@@ -129,6 +129,36 @@ def messages_of(value: object, role: str = "user") -> tuple[Message, ...]:
 
 def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+MOST_LEVELS = 100
+"""Of what a message or a schema holds: what is nested more deeply ends the recursion of whoever reads it."""
+
+
+class Extent(NamedTuple):
+    """How large a value is that JSON may hold."""
+
+    levels: int
+    """Of lists and mappings in each other; at most one more than `MOST_LEVELS`."""
+    characters: int
+    """Of its texts, the keys of mappings included."""
+
+
+def extent_of(value: object) -> Extent:
+    """Return how large a value is, without a recursion."""
+    levels, characters, layer = 0, 0, [value]
+    while layer and levels <= MOST_LEVELS:
+        inner: list[object] = []
+        for item in layer:
+            if isinstance(item, str):
+                characters += len(item)
+            elif isinstance(item, Mapping):
+                inner += [*item.keys(), *item.values()]
+            elif isinstance(item, list | tuple):
+                inner += item
+        levels += bool(inner)
+        layer = inner
+    return Extent(levels, characters)
 
 
 def result_of(value: object) -> StepResult:

@@ -45,12 +45,14 @@ class Kind:
         form: Adapts what it makes.
         tools: What a policy may call.
         replayable: Whether equal rows, seeds and turns give equal observations; functions alone are taken to.
+        answers: Whether a turn without calls is answered; else it ends the episode.
     """
 
     make: Callable[..., Any] | None
     form: Callable[[Any], Form]
     tools: tuple[Tool, ...]
     replayable: bool = True
+    answers: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ def _kind(
         made.close()
         spec = getattr(made, "spec", None)
         replayable = spec is not None and not spec.nondeterministic
-        return Kind(make, partial(FormOfGymnasium, parse=parse), _of_different_names(tools), replayable)
+        form_of_gymnasium = partial(FormOfGymnasium, parse=parse)
+        return Kind(make, form_of_gymnasium, _of_different_names(tools), replayable, answers=True)
     if hasattr(world, "action_space") or hasattr(made, "action_space"):
         raise CannotStart(
             f"{SUBJECT}: {label} is an environment of gymnasium, which takes actions, and a turn is text. Set "
@@ -135,7 +138,8 @@ def _kind(
         )
     form = Form if hasattr(world, "begin") else FormOfTRL
     all_tools = _of_different_names([*tools, *_tools_of_class(world, label)])
-    return Kind(make, form, all_tools, bool(getattr(world, "replayable", False)))
+    answers = form is Form and hasattr(world, "step")
+    return Kind(make, form, all_tools, bool(getattr(world, "replayable", False)), answers)
 
 
 def _made(make: Callable[..., Any], kwargs: Mapping[str, Any], label: str) -> Any:

@@ -73,6 +73,8 @@ class EnvironmentPool:
         """Whether an error sends its reader to the log."""
         self.tools: Mapping[str, tuple[Mapping[str, Any], ...]] = {}
         """Schemas of what a policy may call, by the name of the environment; known once started."""
+        self.answering: frozenset[str] = frozenset()
+        """Names of environments that answer a turn without calls; it ends an episode of others. Known once started."""
         self.replayable = False
         """Whether equal rows, seeds and turns give equal observations; known once started."""
 
@@ -268,9 +270,9 @@ class EnvironmentPool:
         match None if reply is None else json.loads(reply):
             case {"mistake": str(mistake)}:
                 raise ConfigError(mistake)
-            case {"ready": {"tools": tools, "replayable": replayable}}:
+            case {"ready": {"tools": tools, "replayable": replayable, "answering": answering}}:
                 self.tools = {name: tuple(schemas) for name, schemas in tools.items()}
-                self.replayable = bool(replayable)
+                self.replayable, self.answering = bool(replayable), frozenset(answering)
             case _:
                 lines = read_end(self.log_path, _MOST_SHOWN_BYTES, 0).strip().splitlines()
                 printed = f" It printed last: {escaped(' | '.join(lines[-_MOST_SHOWN_LINES:]))}." if lines else ""

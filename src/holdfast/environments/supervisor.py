@@ -22,9 +22,11 @@ from typing import Any
 
 from holdfast import patience
 from holdfast.environments.agents import load_agent
+from holdfast.environments.base import MOST_LEVELS, extent_of
 from holdfast.environments.instances import EnvironmentSource, load
 from holdfast.environments.workers import Worker, fork
 from holdfast.errors import ConfigError
+from holdfast.files import parse_json
 from holdfast.rewards.base import CannotStart
 from holdfast.rewards.processes import framing, kernel
 from holdfast.rewards.workers.fork_server import IGNORED, how_worker_ended, print_into
@@ -143,11 +145,13 @@ class Supervisor:
     def _listen(self, worker: Worker) -> None:
         received = worker.channel.recv(_RECEIVED_BYTES)
         for message in worker.incoming.feed(received):
-            answer = json.loads(message)
+            answer = parse_json(message)
             if worker.pid in self._leaving:
                 continue
             if worker.deadline is None or not isinstance(answer, dict) or not {"result", "fault"} & answer.keys():
                 raise framing.BrokenChannel("an answer that nobody asked for")
+            if extent_of(answer).levels > MOST_LEVELS:
+                raise framing.BrokenChannel("an answer that is nested too deeply")
             worker.deadline = None
             self._say(worker.episode, answer, time.monotonic() - worker.asked_at)
         if not received:
@@ -266,7 +270,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     schemas = {name: [tool.schema for tool in kind.tools] for name, kind in source.kinds.items()}
-    ready = {"tools": schemas, "replayable": source.replayable}
+    answering = [name for name, kind in source.kinds.items() if kind.answers]
+    ready = {"tools": schemas, "replayable": source.replayable, "answering": answering}
     framing.write(replies, json.dumps({"ready": ready}).encode())
     Supervisor(source, setup, requests, replies).run()
 

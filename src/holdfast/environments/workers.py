@@ -21,7 +21,7 @@ from selectors import BaseSelector
 from typing import Any
 
 from holdfast.environments.agents import AgentSource
-from holdfast.environments.base import Malformed, StepResult
+from holdfast.environments.base import MOST_LEVELS, Malformed, StepResult, extent_of
 from holdfast.environments.instances import EnvironmentSource, Instance
 from holdfast.rewards.base import describe_error, outcome_of_exception
 from holdfast.rewards.processes import framing, kernel
@@ -150,12 +150,14 @@ def _encoded(result: StepResult) -> bytes:
     """Return a result as JSON that any tokenizer takes: an unpaired surrogate is U+FFFD, as where one decodes.
 
     Raises:
-        Malformed: A message has a value that is no JSON, or there is too much of it.
+        Malformed: A message has a value that is no JSON or is nested too deeply, or there is too much of it.
     """
+    if extent_of({"result": vars(result)}).levels > MOST_LEVELS:
+        raise Malformed(f"returned a message with a value that is nested too deeply, in more than {MOST_LEVELS} levels")
     values = asdict(result)
     try:
         text = json.dumps({"result": values}, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise Malformed(f"returned a message with a value that is no JSON: {describe_error(error)}") from None
     # UTF-16 writes both halves of a pair side by side, so that they are one character again.
     text = text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

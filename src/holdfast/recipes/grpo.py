@@ -41,6 +41,7 @@ from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
 from holdfast.training.policy.run import PolicyRun, is_warming_up, restored_afterwards
 from holdfast.training.policy.samples import tell_samples
+from holdfast.training.policy.uncalled import tell_uncalled
 from holdfast.training.policy.walk import walk_a_step
 from holdfast.training.setup.begin import Live
 from holdfast.training.step import train_step
@@ -79,6 +80,7 @@ def grpo_step(run: PolicyRun) -> dict[str, float] | None:
         if run.config.rollout.record:
             registry.load(registry.STEP_RECORD)(run, rollout, metrics)
         tell_samples(run, rollout)
+        tell_uncalled(run, rollout)
         return metrics
 
 

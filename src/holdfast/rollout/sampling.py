@@ -26,10 +26,13 @@ _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
 
 def mixed(value: int, *more: int) -> int:
     """Fold integers into one 63-bit seed; another order or another number of them gives another seed."""
-    state = torch.zeros(1, dtype=torch.int64)
+    state = 0
     for integer in (value, *more, 1 + len(more)):
-        state = _mix(state + torch.tensor([integer]) * _MULTIPLIERS[0] + _GOLDEN)
-    return int(state) & (2**63 - 1)
+        state = (state + integer * _MULTIPLIERS[0] + _GOLDEN) % 2**64
+        state = (state ^ state >> 30) * _MULTIPLIERS[0] % 2**64
+        state = (state ^ state >> 27) * _MULTIPLIERS[1] % 2**64
+        state ^= state >> 31
+    return state % 2**63
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -115,6 +118,12 @@ def penalise(logits: Tensor, is_present: Tensor, penalty: float) -> Tensor:
     return torch.where(is_present, lowered, logits)
 
 
+_UNSURE = 16
+"""Characters at the beginning of a decoded part that may be others in the text of the whole."""
+_UNDECODABLE = "\ufffd"
+"""What a decoder writes for bytes that are no character."""
+
+
 @dataclass(frozen=True)
 class Stops:
     """Tokens and texts that end a completion; both belong to it."""
@@ -134,11 +143,25 @@ class Stops:
             tokens: All of them so far.
             before: How many were looked at before, and did not end it.
         """
-        for index in range(before, len(tokens)):
-            if tokens[index] in self.tokens or (self.texts and self._has_text(tokens[: index + 1])):
-                return index + 1
+        for size in range(before + 1, len(tokens) + 1):
+            if tokens[size - 1] in self.tokens or (self.texts and self._has_text(tokens, size)):
+                return size
         return None
 
-    def _has_text(self, tokens: Sequence[int]) -> bool:
+    def _has_text(self, tokens: Sequence[int], size: int) -> bool:
+        """Say whether the text of the first `size` tokens holds a stop text, where that of one token less does not.
+
+        Few tokens are decoded to rule it out: the last one, and before it those whose text surely has room for a stop
+        text. Where they begin, a decoder may drop a space, or find a part of a character.
+        """
+        room = max(map(len, self.texts)) + _UNSURE
+        start = size - 1 - room
+        while start > 0 and len(self.decode(tokens[start : size - 1]).lstrip(_UNDECODABLE)) < room:
+            start -= size - start
+        if start > 0 and not self._in(tokens[start:size]):
+            return False
+        return self._in(tokens[:size])
+
+    def _in(self, tokens: Sequence[int]) -> bool:
         text = self.decode(tokens)
         return any(stop in text for stop in self.texts)

@@ -185,10 +185,8 @@ def stops_of(sharded: ShardedModel) -> Stops:
     """Return what ends a completion, whatever samples it."""
     origin, tokenizer = sharded.origin, sharded.origin.tokenizer
     # Behind an image token that is not an image's, training and sampling would read different things: it ends the text.
-    marks = (origin.family.image_token_id, origin.family.video_token_id)
-    ends = [*stop_tokens(origin), *(token for token in marks if token is not None)]
     return Stops(
-        frozenset(ends),
+        frozenset([*stop_tokens(origin), *origin.family.image_marks]),
         lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
     )
 

@@ -68,7 +68,7 @@ def push(hub: Hub, export: Path, *arguments: str, token: str | None = TOKEN) -> 
     variables |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(export.parent / "home"), "HF_HUB_DISABLE_XET": "1"}
     variables |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | ({"HF_TOKEN": token} if token else {})
     command = [HOLDFAST, "push", str(export), "me/tiny", *arguments]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
 
 

@@ -95,6 +95,10 @@ class ServedModel:
     """The text of its metrics."""
     events: list[tuple[float, str]] = field(default_factory=list)
     """What happened when, on the monotonic clock."""
+    on_event: Callable[[], None] = lambda: None
+    """Called after each event, by one thread at a time."""
+    before_push: Callable[[int], None] = lambda pushed: None
+    """Called with the number of pushes so far before another one begins."""
     version: str = "none"
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     busy: Callable[[str], bool] = lambda path: False
@@ -105,7 +109,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         config = Qwen3Config(**{k: v for k, v in MODEL.items() if k != "model_type"} | {"tie_word_embeddings": False})
         self.model = Qwen3ForCausalLM(config).eval()
-        self.lock = threading.Condition()
+        self.lock, self.noting = threading.Condition(), threading.Lock()
         self.lease = of_the_extension("@dataclass\nclass Lease", "_LEASE = ")["Lease"]()
         self.paused = False
         self.aborted: set[str] = set()
@@ -113,7 +117,13 @@ class ServedModel:
         self.count = 0
 
     def note(self, what: str) -> None:
-        self.events.append((time.monotonic(), what))
+        with self.noting:
+            self.events.append((time.monotonic(), what))
+            self.on_event()
+
+    def count_of(self, word: str) -> int:
+        """Return how many events begin with a word."""
+        return sum(what.startswith(word) for _, what in self.events)
 
     def post(self, path: str, query: Mapping[str, list[str]], asked: Any) -> Any:
         """Do what is asked, and return the answer."""
@@ -129,6 +139,7 @@ class ServedModel:
             case "/sleep" | "/wake_up":
                 self.note("sleeps" if path == "/sleep" else "wakes")
             case "/pause":
+                self.before_push(self.count_of("pushed"))
                 with self.lock:
                     self.paused = True
                     if query["mode"] == ["abort"]:

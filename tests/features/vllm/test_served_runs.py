@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from holdfast.metrics.sink import METRICS, read_metrics
 from holdfast.parallel.mesh import World, joined_world
 from holdfast.recipes.grpo import grpo
 from tests.features.vllm.served import AHEAD, REWARD, ServedModel, served_tree, serving
+from tests.rewards.conftest import wait_for
 
 PACED = '''
 import time
@@ -30,29 +32,74 @@ from holdfast.objectives.surrogates import Reinforce
 
 
 class Paced(PolicyGradient):
-    """Takes its time, and says when."""
+    """Says when it begins and when it ends, and waits for a condition in between."""
 
     def token_terms(self, logprobs, entropy, tokens):
-        with open(EVENTS, "a") as file:
-            file.write(f"{time.monotonic()} update begins\\n")
-            time.sleep(SECONDS)
-            file.write(f"{time.monotonic()} update ends\\n")
+        events, last = Path(EVENTS), time.monotonic() + 60
+        with events.open("a") as file:
+            file.write("update begins\\n")
+        begun = events.read_text().count("begins")
+        while not (GOES_ON) and time.monotonic() < last:
+            time.sleep(0.01)
+        with events.open("a") as file:
+            file.write("update ends\\n" if time.monotonic() < last else "update waited in vain\\n")
         return super().token_terms(logprobs, entropy, tokens)
 
 
 def paced():
     return Paced(Reinforce())
 '''
-_WORDS = "asked", "answered"
 STOPPING = """
 import time
 from pathlib import Path
 
 
 def at_2(event):
-    time.sleep(2.0 if event.step == 2 else 0.3)  # what was sent ahead is to be answered before the save
+    last = time.monotonic() + 60
+    while event.step == 2 and Path(WHILE).exists() and not Path(SETTLED).exists() and time.monotonic() < last:
+        time.sleep(0.01)  # what was sent ahead is to be answered before the save
+    time.sleep(0.5 if event.step == 2 else 0.0)  # and read, which nobody can look for
     return "stop" if event.step == 2 and Path(WHILE).exists() else None
 """
+OF_THE_WALK, OF_A_STEP = 4, 8
+"""Completions that are asked for before step 1, and for each step."""
+LONGEST_WAIT = 60.0
+
+
+def stopping_at_2(place: Path, served: ServedModel, asked: int, slow: Callable[[], int] = lambda: 0) -> str:
+    """Write an observer that stops after step 2, once a server was asked for so many completions and gave all but some.
+
+    Args:
+        place: Where; its file `stopping` lets the run stop.
+        served: The server.
+        asked: Completions since it was started.
+        slow: How many of them are not waited for.
+
+    Returns:
+        Its name in `observers`.
+    """
+    settled = place / "settled"
+    source = STOPPING.replace("WHILE", repr(str(place / "stopping"))).replace("SETTLED", repr(str(settled)))
+    (place / "stopping.py").write_text(source)
+    (place / "stopping").touch()
+
+    def look() -> None:
+        if served.count_of("asked") >= asked and served.count_of("answered") >= asked - slow():
+            settled.touch()
+
+    served.on_event = look
+    return "stopping.py:at_2"
+
+
+def all_answered(served: ServedModel, staleness: int) -> Callable[[int], None]:
+    """Return what holds a push back until all that was asked before it is answered, on a machine of any speed."""
+
+    def before_push(pushed: int) -> None:
+        steps = min(4, pushed - 1 + staleness)
+        if pushed > 1:  # the first is of the walk, and before the second nothing of a step was asked
+            assert wait_for(lambda: served.count_of("answered") >= OF_THE_WALK + OF_A_STEP * steps, LONGEST_WAIT)
+
+    return before_push
 
 
 def run(tmp_path: Path, tree: dict[str, Any]) -> Any:
@@ -79,6 +126,7 @@ def ahead_of(tmp_path: Path, step: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_completions_are_of_weights_as_old_as_was_allowed(tmp_path: Path, staleness: int) -> None:
     served = ServedModel()
+    served.before_push = all_answered(served, staleness)
     with serving(served) as url:
         tree = served_tree([url], str(tmp_path), **AHEAD, rollout={"record": True, "max_staleness": staleness})
         tree["rollout"] = served_tree([url], "")["rollout"] | tree["rollout"]
@@ -98,33 +146,45 @@ def test_completions_are_of_weights_as_old_as_was_allowed(tmp_path: Path, stalen
 
 
 def test_the_next_step_is_sampled_while_the_present_one_updates(tmp_path: Path) -> None:
-    served = ServedModel(seconds=0.4)
-    events = tmp_path / "events.txt"
-    (tmp_path / "paced.py").write_text(PACED.replace("EVENTS", repr(str(events))).replace("SECONDS", "0.9"))
+    """Each update of a step waits for the answers of the next one, and these wait for the update to begin."""
+    events, answered = tmp_path / "events.txt", tmp_path / "answered.txt"
+    waited: list[bool] = []
+    answered.write_text("0")
+
+    def before_token(name: str, number: int) -> None:
+        order = [what for _, what in served.events if what.startswith("asked")].index(f"asked {name}")
+        step = 1 + (order - OF_THE_WALK) // OF_A_STEP
+        if number == 0 and step > 1:  # an update more was the walk's
+            waited.append(wait_for(lambda: events.read_text().count("begins") >= step, LONGEST_WAIT))
+
+    served = ServedModel(before_token=before_token)
+    served.on_event = lambda: answered.write_text(str(served.count_of("answered"))) and None
+    count = f"int(Path({str(answered)!r}).read_text() or 0)"
+    goes_on = f"begun in (1, 4) or {count} >= {OF_THE_WALK} + {OF_A_STEP} * begun"
+    (tmp_path / "paced.py").write_text(PACED.replace("EVENTS", repr(str(events))).replace("GOES_ON", goes_on))
     with serving(served) as url:
         tree = served_tree([url], str(tmp_path), objective={"kind": "path", "path": "paced.py:paced"}, steps=3)
         tree["rollout"]["max_staleness"] = 1
 
         run(tmp_path, tree)
 
-    updates = [(float(line.split()[0]), line.split()[-1]) for line in events.read_text().splitlines()][-6:]
-    asked, answered = ([when for when, what in served.events if what.startswith(word)][-24:] for word in _WORDS)
-    for step in range(2):  # the last one has no next
-        begins, ends = updates[2 * step][0], updates[2 * step + 1][0]
-        of_next = slice(8 * (step + 1), 8 * (step + 2))
-        assert min(asked[of_next]) < begins
-        assert begins < min(answered[of_next])
-        assert max(answered[of_next]) < ends
+    assert waited == [True] * 2 * OF_A_STEP
+    assert events.read_text().splitlines() == ["update begins", "update ends"] * 4
 
 
 def test_a_resume_trains_what_was_finished_and_asks_for_the_rest_again(tmp_path: Path) -> None:
-    (tmp_path / "stopping.py").write_text(STOPPING.replace("WHILE", repr(str(tmp_path / "stopping"))))
-    (tmp_path / "stopping").touch()
-    served = ServedModel(slow=lambda seed: 30.0 if seed % 2 else 0.0)
+    slow: list[int] = []
+
+    def seconds(seed: int) -> float:
+        slow.extend([seed] if seed % 2 else [])
+        return 60.0 if seed % 2 else 0.0
+
+    served = ServedModel(slow=seconds)
+    observer = stopping_at_2(tmp_path, served, OF_THE_WALK + 3 * OF_A_STEP, lambda: len(slow))
     with serving(served) as url:
-        tree = served_tree([url], str(tmp_path), **AHEAD, observers=["stopping.py:at_2"])
+        tree = served_tree([url], str(tmp_path), **AHEAD, observers=[observer])
         tree["rollout"] |= {"max_staleness": 1, "record": True}
-        served.slow_after = 4 + 16  # those of the third step; four come before step 1
+        served.slow_after = OF_THE_WALK + 2 * OF_A_STEP  # those of the third step
         run(tmp_path, tree)
     finished = ahead_of(tmp_path, 2)
 
@@ -135,8 +195,8 @@ def test_a_resume_trains_what_was_finished_and_asks_for_the_rest_again(tmp_path:
         run(tmp_path, tree | {"steps": 3})
 
     trained = {(one["sample_id"] >> 20, one["sample_id"] % 2**20): one for one in recorded(tmp_path, 3)}
-    assert 0 < len(finished) < 8
-    assert len([what for _, what in again.events if what.startswith("asked")]) == 4 + 8 - len(finished)
+    assert 0 < len(finished) <= OF_A_STEP - len(slow) < OF_A_STEP
+    assert again.count_of("asked") == OF_THE_WALK + OF_A_STEP - len(finished)
     for one in finished:
         same = trained.pop((one["request_id"], one["place"]))
         assert same["tokens"] == np.frombuffer(base64.b64decode(one["tokens"]), "<i4").tolist()
@@ -150,22 +210,22 @@ def in_a_pool(world: World, values: dict[str, Any], base: str) -> int:
 
 def test_completions_of_all_ranks_are_trained_at_another_number_of_ranks(tmp_path: Path, pools: Any) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "stopping.py").write_text(STOPPING.replace("WHILE", repr(str(tmp_path / "stopping"))))
-    (tmp_path / "stopping").touch()
     served = ServedModel()
+    observer = stopping_at_2(tmp_path, served, OF_THE_WALK + 3 * OF_A_STEP)
     with serving(served) as url:
-        tree = served_tree([url], str(tmp_path), **AHEAD, observers=["stopping.py:at_2"])
+        tree = served_tree([url], str(tmp_path), **AHEAD, observers=[observer])
         tree["rollout"] |= {"max_staleness": 1, "record": True}
         pools(2).run(in_a_pool, tree, str(tmp_path))
-        finished = {(one["request_id"], one["place"]) for one in ahead_of(tmp_path, 2)}
-        before = len(served.events)
+        finished = {one["request_id"] * 2**20 + one["place"] for one in ahead_of(tmp_path, 2)}
+        before = served.count_of("asked")
         (tmp_path / "stopping").unlink()
 
         run(tmp_path, tree | {"steps": 3})
 
-    assert len(finished) == 8
-    assert len([what for _, what in served.events[before:] if what.startswith("asked")]) == 4  # before step 1 alone
-    assert all(one["versions"] == [[0, 1]] for one in recorded(tmp_path, 3))
+    assert len({number >> 20 for number in finished}) > 2, "of both ranks, each of which has two prompts"
+    assert served.count_of("asked") - before == OF_THE_WALK + OF_A_STEP - len(finished)
+    trained = {one["sample_id"]: one["versions"] for one in recorded(tmp_path, 3)}
+    assert all(versions == [[0, 1 if number in finished else 2]] for number, versions in trained.items())
 
 
 @pytest.mark.deep
@@ -188,7 +248,9 @@ def test_prompts_are_drawn_again_where_groups_of_the_next_step_teach_nothing(tmp
 @pytest.mark.deep
 def test_completions_of_two_policies_tell_where_one_ends(tmp_path: Path) -> None:
     served = ServedModel(seconds=1.5)
-    (tmp_path / "paced.py").write_text(PACED.replace("EVENTS", repr(str(tmp_path / "e"))).replace("SECONDS", "0.6"))
+    (tmp_path / "paced.py").write_text(
+        PACED.replace("EVENTS", repr(str(tmp_path / "e"))).replace("GOES_ON", "last - 59.4 < time.monotonic()")
+    )
     with serving(served) as url:
         tree = served_tree(
             [url], str(tmp_path), steps=3, objective={"kind": "path", "path": "paced.py:paced"},

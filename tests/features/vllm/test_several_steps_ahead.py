@@ -16,15 +16,21 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.features.plan.execution.saved import ahead_bytes
+from holdfast.rollout.sampling import mixed
 from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 from tests.features.vllm.served import AHEAD, REWARD, ServedModel, served_tree, serving
-from tests.features.vllm.test_served_runs import PACED, STOPPING, ahead_of, recorded, run
+from tests.features.vllm.test_served_runs import (
+    LONGEST_WAIT,
+    OF_A_STEP,
+    OF_THE_WALK,
+    PACED,
+    ahead_of,
+    recorded,
+    run,
+    stopping_at_2,
+)
 from tests.rewards.conftest import wait_for
-
-OF_THE_WALK, OF_A_STEP = 4, 8
-"""Completions that are asked for before step 1, and for each step."""
-LONGEST_WAIT = 60.0
 
 
 def ahead_tree(urls: list[str], directory: str, **sections: Any) -> dict[str, Any]:
@@ -32,6 +38,12 @@ def ahead_tree(urls: list[str], directory: str, **sections: Any) -> dict[str, An
     tree = served_tree(urls, directory, **AHEAD, **sections)
     tree["rollout"] |= {"max_staleness": 3, "record": True}
     return tree
+
+
+def seeds_of(tree: dict[str, Any], step: int) -> set[int]:
+    """Return the seeds of the completions of a step, counted from 0: requests of several steps come in any order."""
+    seed = from_mapping(tree, GRPOConfig).seed
+    return {mixed(seed, step, prompt, place) for prompt in range(4 * step, 4 * step + 4) for place in range(2)}
 
 
 def ages(directory: Path, step: int) -> set[int]:
@@ -46,37 +58,41 @@ def keys(directory: Path, step: int) -> list[int]:
 
 def test_a_completion_that_takes_three_steps_delays_none_of_them(tmp_path: Path) -> None:
     events, claimed, waited = tmp_path / "events.txt", threading.Lock(), list[bool]()
-    (tmp_path / "paced.py").write_text(PACED.replace("EVENTS", repr(str(events))).replace("SECONDS", "0"))
+    of_the_last: set[int] = set()
+    (tmp_path / "paced.py").write_text(PACED.replace("EVENTS", repr(str(events))).replace("GOES_ON", "True"))
 
-    def updates() -> list[float]:
-        lines = events.read_text().splitlines() if events.exists() else []
-        return [float(line.split()[0]) for line in lines if line.endswith("begins")][1:]  # without that of the walk
+    def updates() -> int:
+        return events.read_text().count("begins") - 1 if events.exists() else 0  # without that of the walk
 
-    def slow(_: int) -> float:
-        if claimed.acquire(blocking=False):
-            waited.append(
-                wait_for(lambda: len(updates()) >= 3, LONGEST_WAIT)
-            )  # the third step's, which is the last before its own
+    def slow(seed: int) -> float:
+        if seed in of_the_last and claimed.acquire(blocking=False):
+            # The third step's is the last before its own.
+            waited.append(wait_for(lambda: updates() >= 3, LONGEST_WAIT))
         return 0.0
 
-    served = ServedModel(slow=slow, slow_after=OF_THE_WALK + 3 * OF_A_STEP)
+    def before_push(pushed: int) -> None:
+        others = OF_THE_WALK + 4 * OF_A_STEP - 1
+        if pushed > 1:  # of weights that an update moved
+            assert wait_for(lambda: served.count_of("answered") >= others, LONGEST_WAIT)
+
+    served = ServedModel(slow=slow, before_push=before_push)
     with serving(served) as url:
         tree = ahead_tree([url], str(tmp_path), objective={"kind": "path", "path": "paced.py:paced"})
         del tree["correction"]
+        of_the_last |= seeds_of(tree, 3)
         run(tmp_path, tree)
 
-    asked = [when for when, what in served.events if what.startswith("asked")][OF_THE_WALK:]
     assert waited == [True]
-    assert len(asked) == 4 * OF_A_STEP
+    assert served.count_of("asked") == OF_THE_WALK + 4 * OF_A_STEP
     # The one that was slow was sampled from what the third push brought.
     assert [ages(tmp_path, step) for step in (1, 2, 3, 4)] == [{0}, {1}, {2}, {1, 3}]
 
 
 def test_a_resume_takes_finished_completions_of_every_step_ahead(tmp_path: Path) -> None:
-    (tmp_path / "stopping.py").write_text(STOPPING.replace("WHILE", repr(str(tmp_path / "stopping"))))
-    (tmp_path / "stopping").touch()
-    with serving(ServedModel()) as url:
-        tree = ahead_tree([url], str(tmp_path), steps=8, observers=["stopping.py:at_2"])
+    served = ServedModel()
+    observer = stopping_at_2(tmp_path, served, OF_THE_WALK + 5 * OF_A_STEP)
+    with serving(served) as url:
+        tree = ahead_tree([url], str(tmp_path), steps=8, observers=[observer])
         run(tmp_path, tree)
     saved = ahead_of(tmp_path, 2)
     (tmp_path / "stopping").unlink()
@@ -87,15 +103,15 @@ def test_a_resume_takes_finished_completions_of_every_step_ahead(tmp_path: Path)
 
     assert {one["step"] for one in saved} == {2, 3, 4}
     most = ahead_bytes(from_mapping(tree, GRPOConfig))
-    assert 0.5 * most <= len(json.dumps(saved)) <= most, "as the plan counts them"
-    assert len(saved) == 3 * OF_A_STEP
-    # Of six steps two were trained and three are in the checkpoint.
-    assert len([what for _, what in again.events if what.startswith("asked")]) == OF_THE_WALK + OF_A_STEP
+    assert 0.5 * most <= len(json.dumps(saved)) * 3 * OF_A_STEP / len(saved) <= most, "as the plan counts them"
+    # Of six steps two were trained and three are in the checkpoint, but for answers that were on their way.
+    assert again.count_of("asked") == OF_THE_WALK + 4 * OF_A_STEP - len(saved)
     for step, versions in ((3, {0}), (4, {0, 1}), (5, {0, 1, 2})):
-        assert {version for one in recorded(tmp_path, step) for _, version in one["versions"]} <= versions
-        assert keys(tmp_path, step) == sorted(
-            one["request_id"] * 2**20 + one["place"] for one in saved if one["step"] == step - 1
-        )
+        taken = {one["request_id"] * 2**20 + one["place"] for one in saved if one["step"] == step - 1}
+        trained = recorded(tmp_path, step)
+        assert taken <= {one["sample_id"] for one in trained}
+        of_checkpoint = [one["versions"] for one in trained if one["sample_id"] in taken]
+        assert {version for each in of_checkpoint for _, version in each} <= versions
 
 
 def test_completions_of_a_checkpoint_from_one_step_ahead_are_taken(tmp_path: Path) -> None:
@@ -118,24 +134,26 @@ def test_completions_of_a_checkpoint_from_one_step_ahead_are_taken(tmp_path: Pat
 @pytest.mark.parametrize("interrupt", ["continue", "abandon"])
 def test_a_push_meets_completions_that_go_on_or_are_sampled_again(tmp_path: Path, interrupt: str) -> None:
     """A completion of the third step waits before its fourth token for the next push."""
-    claimed = threading.Lock()
+    claimed, here, waited = threading.Lock(), threading.local(), list[bool]()
+    of_the_third: set[int] = set()
 
-    def pushes() -> int:
-        return sum(what == "pushed" for _, what in served.events)
+    def note_seed(seed: int) -> float:
+        here.seed = seed
+        return 0.0
 
-    def before_token(name: str, number: int) -> None:
-        if number != 3 or claimed.locked():
-            return
-        order = [what for _, what in served.events if what.startswith("asked")].index(f"asked {name}")
-        if order >= OF_THE_WALK + 2 * OF_A_STEP and claimed.acquire(blocking=False):
-            before = pushes()
-            wait_for(lambda: pushes() > before, LONGEST_WAIT)
+    def before_token(_: str, number: int) -> None:
+        if number == 3 and here.seed in of_the_third and claimed.acquire(blocking=False):
+            before = served.count_of("pushed")
+            waited.append(wait_for(lambda: served.count_of("pushed") > before, LONGEST_WAIT))
 
-    served = ServedModel(before_token=before_token)
+    served = ServedModel(slow=note_seed, before_token=before_token)
     with serving(served) as url:
         tree = ahead_tree([url], str(tmp_path))
         tree["rollout"]["engine"]["interrupt"] = interrupt
+        of_the_third |= seeds_of(tree, 2)
         run(tmp_path, tree)
+
+    assert waited == [True]
 
     asked = [what for _, what in served.events if what.startswith("asked")]
     aborted = [what for _, what in served.events if what.endswith("abort")]

@@ -131,6 +131,9 @@ class AheadOfStep(Protocol):
     def finished(self) -> Callable[[], list[dict[str, Any]]]:
         """Return a function that yields this rank's results; it may be called later, from any thread."""
 
+    def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError where the results of a checkpoint are not what `finished` yields."""
+
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Take over the results of all ranks from a checkpoint."""
 

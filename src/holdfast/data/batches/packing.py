@@ -356,7 +356,7 @@ class _Columns:
         self.put((0, columns), index, _tail(example, size), share.weight)
         if example.positions is None:
             self.position_ids[:, 0, columns] += size
-        self.predictor_index[0, columns.start] = head + size - 1
+        self.predictor_index[0, columns][:1] = head + size - 1
 
     def put(self, region: tuple[int, slice], index: int, example: Example, weight: float) -> None:
         """Write one sequence to a stretch of a row."""

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from holdfast.data.content.formats import Conversation, Message, PlainText, Prom
 from holdfast.data.content.video_files import excerpt, first_frame
 from holdfast.data.content.videos import Video, refuse_unread, video_of
 from holdfast.data.rows.rows import Row
-from holdfast.errors import DataError
+from holdfast.errors import ConfigError, DataError
 from holdfast.files import PASSING, expanded
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
@@ -40,6 +40,12 @@ Content = Conversation | PromptCompletion | PlainText
 C = TypeVar("C", bound=Content)
 
 
+class LeftOutByRun(str):
+    """A sentence that says why a run takes no images, whatever its model can; no row is at fault."""
+
+    __slots__ = ()
+
+
 def place_images(content: C, row: Row, row_name: str, blind: str | None = None) -> C:
     """Return the content with its images and videos: one part, or one placeholder, for each.
 
@@ -52,21 +58,28 @@ def place_images(content: C, row: Row, row_name: str, blind: str | None = None) 
     Raises:
         DataError: Placeholders and images do not match in number, a part is of another kind, there is sound, or there
             are images and none can be trained on.
+        ConfigError: There are images, and the run's own settings leave them out; no row is skipped for that.
     """
     in_columns: RowMedia = {kind: _column(row, kind, row_name) for kind in PLACEHOLDERS}
     _refuse_audio(content, row, row_name)
     content, placeholders, inside = _located(content, row_name, [kind for kind in PLACEHOLDERS if in_columns[kind]])
     kinds = [kind for kind in PLACEHOLDERS if in_columns[kind] or kind in placeholders]
     if blind is not None and kinds:
-        raise DataError(
-            f"{row_name} has {kinds[0]}s. {blind}. Remove them; a column that holds none of the row's images can be "
-            "given another name, as in data.columns={other: image}."
-        )
+        _refuse_seen(blind, kinds[0], row_name)
     iterators = {}
     for kind in PLACEHOLDERS:
         _refuse_mismatch(kind, in_columns[kind], inside[kind], placeholders.count(kind), row_name)
         iterators[kind] = iter(_opened_later(in_columns[kind] or inside[kind], kind, row_name))
     return replace(content, images=tuple(next(iterators[kind]) for kind in placeholders)) if placeholders else content
+
+
+def _refuse_seen(blind: str, kind: str, row_name: str) -> NoReturn:
+    if isinstance(blind, LeftOutByRun):
+        raise ConfigError(f"{blind}. {row_name} has {kind}s.")
+    raise DataError(
+        f"{row_name} has {kind}s. {blind}. Remove them; a column that holds none of the row's images can be given "
+        "another name, as in data.columns={other: image}."
+    )
 
 
 def _located(content: C, row_name: str, column_kinds: Sequence[str]) -> tuple[C, list[str], RowMedia]:

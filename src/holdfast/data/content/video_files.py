@@ -179,14 +179,12 @@ def _opened(file: Path | bytes, **options: str) -> Iterator[tuple[Any, Any]]:
     Raises:
         ValueError: It has none, or of an unknown codec.
     """
-    import av
     from av.stream import Disposition
 
     # FFmpeg says EIO of damaged bytes too; of a file that Python reads, errors of the file system are Python's.
     source = io.BytesIO(file) if isinstance(file, bytes) else file.absolute().open("rb")
     options |= {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"}
-    # Titles are in any encoding, and are not looked at.
-    with source, av.open(source, container_options=options, metadata_errors="replace") as container:
+    with source, _container(source, options) as container:
         streams: list[Any] = [
             stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic
         ]
@@ -196,6 +194,22 @@ def _opened(file: Path | bytes, **options: str) -> Iterator[tuple[Any, Any]]:
         if streams[0].codec_context is None or streams[0].time_base is None:
             raise ValueError("its codec is not known here")
         yield container, streams[0]
+
+
+def _container(source: Any, options: dict[str, str]) -> Any:
+    """Open a container.
+
+    Raises:
+        ValueError: FFmpeg finds no memory for what its tables tell of, although there is more than such a file needs.
+    """
+    import av
+
+    try:
+        # Titles are in any encoding, and are not looked at.
+        return av.open(source, container_options=options, metadata_errors="replace")
+    except MemoryError:
+        np.empty(2**26 + 2 * source.seek(0, io.SEEK_END), np.uint8)  # which raises where memory lacks
+        raise ValueError("it tells of more frames than its bytes could be") from None
 
 
 def _shown(file: Path | bytes) -> _Shown:
@@ -258,8 +272,11 @@ def _refuse_cut(file: Path | bytes, container: Any, stream: Any, packets: Sequen
 def _with_unseen(file: Path | bytes, container_name: str, stream: Any, packets: Sequence[_Packet]) -> int:
     """Return how many frames a film has with those that its container counts and does not give out."""
     if container_name == "avi":
-        # Where a picture stays, AVI has pieces of nothing, which it counts: one for each tick of its clock.
-        return max(len(packets), *(packet.time + (packet.duration or 1) for packet in packets))
+        # Where a picture stays, AVI has pieces of nothing, which it counts: one for each tick of its clock. Where no
+        # length of a picture is known, the last one is taken to stay as long as the one that stays shortest.
+        times = sorted({packet.time for packet in packets})
+        shortest = min((after - before for before, after in pairwise(times)), default=1)
+        return max(len(packets), *(packet.time + (packet.duration or shortest) for packet in packets))
     if "mov" in container_name:  # what an edit list leaves out is there too
         with _opened(file, ignore_editlist="1") as (whole, _):
             return sum(packet.stream == stream.index for packet in _packets(whole))

@@ -94,6 +94,8 @@ class FamilyRules:
     """(configuration) -> arguments of the processor's class that older directories have in no file."""
     processor: str | None = None
     """The processor's class, where transformers' own cannot be built here."""
+    refused: str = ""
+    """Why images of the family cannot be trained on, as a clause."""
 
 
 def patch_features(config: Any, inputs: Inputs) -> int:
@@ -151,6 +153,9 @@ VISION_FAMILIES: Mapping[str, FamilyRules] = {
     ),
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
+    "hunyuan_vl": FamilyRules(
+        refused="positions of image tokens are column, row and number of the image, a rule that is not followed here"
+    ),
 }
 """By transformers' model_type. A family that is not here is known by its processor alone."""
 
@@ -165,6 +170,12 @@ def rules_of(config: Any) -> FamilyRules:
 def may_see(config: Any) -> bool:
     """Whether a configuration has a vision tower and a token for its features."""
     return getattr(config, "vision_config", None) is not None and getattr(config, "image_token_id", None) is not None
+
+
+def image_marks(config: Any) -> list[int]:
+    """Return the tokens whose embeddings a model replaces where there are images: of features, and Ovis2's of edges."""
+    marks = (config.image_token_id, video_token(config), *(getattr(config, "visual_indicator_token_ids", None) or ()))
+    return [int(token) for token in marks if token is not None]
 
 
 def attends_both_ways(config: Any) -> bool:

@@ -19,7 +19,9 @@ from holdfast.data.rows.files import local_places
 from holdfast.errors import DataError
 from holdfast.files import read_text
 
-RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+RENDERING_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+)  # fmt: skip
 """What a template can raise: jinja's own errors, and those of the Python operations it performs on its values."""
 
 

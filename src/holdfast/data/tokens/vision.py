@@ -20,7 +20,7 @@ from holdfast.data.content.grids import grid_positions
 from holdfast.data.content.lengths import Grid, ImageSpan, Stretch, example_of, joined_inputs
 from holdfast.data.content.model_inputs import array_arguments, flattened
 from holdfast.data.content.videos import VideoOptions, frame_size, patches_of, seconds_of
-from holdfast.data.content.vision_families import Inputs, VideoFamily, VisionFamily, video_token
+from holdfast.data.content.vision_families import Inputs, VideoFamily, VisionFamily, image_marks, video_token
 from holdfast.data.tokens.derivation import (
     FAILURES,
     Expected,
@@ -84,7 +84,7 @@ class ImageSide:
         refuse_other_patches(self.family, self.name, self._processor, config)
         self._videos = videos or VideoOptions()
         self.video_id = _video_id(self.family, tokenizer, config)
-        self.marks = [token for token in (self.image_id, video_token(config)) if token is not None]
+        self.marks = image_marks(config)
         self.on_image: Callable[[Any, int, str], None] | None = None
         """Called with every image of a row, in PIL, its number of tokens and its name."""
         self.on_video: Callable[[Sequence[Any], int, str], None] | None = None

@@ -253,8 +253,7 @@ def _apart(first: Sequence[Sequence[TopRow]], second: Sequence[Sequence[TopRow]]
 def _sequences(sharded: ShardedModel, lengths: Sequence[int]) -> list[ProofSequence]:
     """Return fixed sequences of tokens that mean nothing."""
     vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
-    marks = {sharded.origin.family.image_token_id, sharded.origin.family.video_token_id}
-    plain = np.array([token for token in range(vocabulary) if token not in marks])
+    plain = np.array([token for token in range(vocabulary) if token not in sharded.origin.family.image_marks])
     draw = np.random.default_rng(20)
     drawn = [plain[draw.integers(0, plain.size, size)].astype(np.int64) for size in lengths]
     examples = [example_of(_one_more(Stretch(tokens.tolist(), [True] * tokens.size)), 0, "") for tokens in drawn]

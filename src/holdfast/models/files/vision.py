@@ -14,7 +14,7 @@ from torch import nn
 from holdfast.config.sections.data import TextConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.videos import VideoOptions
-from holdfast.data.content.vision_families import may_see
+from holdfast.data.content.vision_families import may_see, rules_of
 from holdfast.data.tokens.derivation import NoImageRules
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
@@ -165,6 +165,8 @@ def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds
     """
     if not may_see(config):
         return f"{config.model_type} reads text alone, or its images are not known here"
+    if refused := rules_of(config).refused:
+        return f"Images of {config.model_type} cannot be trained on: {refused}"
     if processor is None and _needs_torchvision(config.model_type):
         return f"transformers' {_usual_class(config.model_type)} needs torchvision, which is not used here"
     if processor is None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from holdfast.data.content.vision_families import attends_both_ways, may_see, video_token
+from holdfast.data.content.vision_families import attends_both_ways, image_marks, may_see, video_token
 from holdfast.errors import ModelError
 from holdfast.models.support import Support
 
@@ -57,6 +57,8 @@ class Family:
     """The token whose embeddings are replaced by image features; None if images of the family are not supported."""
     video_token_id: int | None = None
     """The token whose embeddings are replaced by video features."""
+    image_marks: tuple[int, ...] = ()
+    """All tokens whose embeddings are replaced where there are images; a policy that samples one ends its text."""
     token_types: str | None = None
     """The model's argument that tells image tokens from text; None if it has none."""
     image_tokens: tuple[str, int] | None = None
@@ -133,7 +135,8 @@ def family_of(model: nn.Module) -> Family:
 def _image_fields(model: nn.Module) -> dict[str, Any]:
     """Return what a family that sees has besides."""
     config: Any = model.config
-    if not may_see(config) or not hasattr(model, "get_image_features"):
+    # Janus' and DeepSeek-VL's are not methods of the outer class.
+    if not may_see(config) or not any(hasattr(module, "get_image_features") for module in model.modules()):
         return {}
     image, video = int(config.image_token_id), video_token(config)
     arguments = inspect.signature(type(model).forward).parameters
@@ -141,6 +144,7 @@ def _image_fields(model: nn.Module) -> dict[str, Any]:
     return {
         "image_token_id": image,
         "video_token_id": None if video is None else int(video),
+        "image_marks": tuple(image_marks(config)),
         "token_types": argument,
         "image_tokens": (argument, image) if argument is not None and attends_both_ways(config) else None,
     }

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.environments.base import StepResult
 from holdfast.environments.pool import Answer, EnvironmentPool
+from holdfast.rewards.base import describe_error
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.episodes.chat_calls import CallRefused
 from holdfast.rollout.episodes.endpoint import Call, Endpoint, session_ended
@@ -90,10 +91,14 @@ class AgentLoop:
         """Answer the calls of what has been sampled."""
         for completion in sampled:
             call, prepared, session = self._sampling.pop((completion.request_id, completion.place))
-            if completion.finish is Finish.ABORT or call.key not in self._episodes:
+            index = self._episodes.get(call.key)
+            if completion.finish is Finish.ABORT or index is None:
                 call.refuse(session_ended())
                 continue
-            call.answer(session.complete(prepared, completion))
+            try:
+                call.answer(session.complete(prepared, completion))
+            except Exception as error:  # noqa: BLE001 - what one agent is told ends no other one's episode
+                self._fail(index, call, error)
             session.answered_seconds += time.monotonic() - call.taken_at
 
     def abandon(self) -> None:
@@ -134,8 +139,17 @@ class AgentLoop:
         except CallRefused as refusal:
             call.refuse(refusal)
             return
+        except Exception as error:  # noqa: BLE001 - what one agent asks ends no other one's episode
+            self._fail(index, call, error)
+            return
         seed = self._requests[index].seed
         self._able.append((call, prepared, session, mixed(seed, number) if number else seed))
+
+    def _fail(self, index: int, call: Call, error: Exception) -> None:
+        episode = self._sessions[index].episode
+        episode.fault, episode.ended = f"asked what cannot be answered: {describe_error(error)}", "fault"
+        self._leave(index)
+        call.refuse(CallRefused(f"this call cannot be answered ({describe_error(error)}); its episode has ended"))
 
     def _requested(self) -> list[Request]:
         """Return what can be sampled, equal prompts together."""

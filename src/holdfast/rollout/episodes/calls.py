@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from holdfast.environments.base import ToolCall
+from holdfast.environments.base import MOST_LEVELS, ToolCall, extent_of
+from holdfast.files import parse_json
 
 Parse = Callable[[str], tuple[ToolCall, ...]]
 """From what a turn says, its end token left out, to its calls; one that cannot be read is a call with a mistake."""
@@ -78,8 +79,8 @@ def _written(text: str, family: Family) -> list[str]:
 
 def _calls(written: str) -> list[ToolCall]:
     try:
-        value = json.loads(written)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(written)
+    except ValueError as error:
         return [ToolCall(UNKNOWN, {}, f"the call is no JSON ({str(error)[:_SHOWN]}): {written.strip()[:_SHOWN]}")]
     return [_call(item) for item in (value if isinstance(value, list) else [value])]
 
@@ -90,10 +91,12 @@ def _call(value: Any) -> ToolCall:
         return ToolCall(UNKNOWN, {}, f"the call names no function: {json.dumps(value, default=str)[:_SHOWN]}")
     arguments: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # told below: it is no object
-            arguments = json.loads(arguments)
+        with contextlib.suppress(ValueError):  # told below: it is no object
+            arguments = parse_json(arguments)
     if not isinstance(arguments, Mapping):
         return ToolCall(
             name, {}, f"the arguments of {name} are no object: {json.dumps(arguments, default=str)[:_SHOWN]}"
         )
+    if extent_of(arguments).levels > MOST_LEVELS:
+        return ToolCall(name, {}, f"the arguments of {name} are nested in more than {MOST_LEVELS} levels")
     return ToolCall(name, dict(arguments))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.environments.base import Message, ToolCall
+from holdfast.environments.base import MOST_LEVELS, Message, ToolCall, extent_of
+from holdfast.files import parse_json
 from holdfast.rollout.episodes.calls import FAMILIES
 
 _HARMLESS = frozenset({
@@ -50,6 +51,8 @@ class ChatCall:
     tools: tuple[Mapping[str, Any], ...]
     max_tokens: int | None
     tells_logprobs: bool
+    characters: int = 0
+    """Of messages and tools, of which a prompt is made."""
 
 
 def chat_call(body: Any, sampling: SamplingConfig) -> ChatCall:
@@ -69,7 +72,17 @@ def chat_call(body: Any, sampling: SamplingConfig) -> ChatCall:
     read = tuple(_message(message, number, names) for number, message in enumerate(messages))
     if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise CallRefused("tools is no list of {'type': 'function', 'function': {'name': ..., 'parameters': ...}}")
-    return ChatCall(read, tuple(map(_tool, tools)), _most_tokens(body), bool(body.get("logprobs")))
+    # A message without a text costs a token all the same.
+    characters = len(read) + _characters([[*message.values()] for message in read], "messages")
+    characters += _characters(tools, "tools")
+    return ChatCall(read, tuple(map(_tool, tools)), _most_tokens(body), bool(body.get("logprobs")), characters)
+
+
+def _characters(value: object, name: str) -> int:
+    extent = extent_of(value)
+    if extent.levels > MOST_LEVELS:
+        raise CallRefused(f"{name} is nested too deeply, in more than {MOST_LEVELS} levels")
+    return extent.characters
 
 
 def _most_tokens(body: Mapping[str, Any]) -> int | None:
@@ -98,7 +111,11 @@ def _refuse_field(name: str, value: Any, sampling: SamplingConfig) -> None:
 
 def _is_tool(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    return (
+        isinstance(function, Mapping)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters") or {}, Mapping)
+    )
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,19 +138,24 @@ def _message(message: Any, number: int, names: dict[str, str]) -> Message:
     read: dict[str, Any] = {"role": message["role"], "content": _text(message.get("content"), number)}
     if isinstance(message.get("reasoning_content"), str):
         read["reasoning_content"] = message["reasoning_content"]
-    if message.get("tool_calls"):
-        read["tool_calls"] = [_called(call, number, names) for call in message["tool_calls"]]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise CallRefused(f"messages[{number}] has tool_calls that are no list")
+    if calls:
+        read["tool_calls"] = [_called(call, number, names) for call in calls]
     if message["role"] == "tool":
         number_of_call = str(message.get("tool_call_id") or "")
-        read |= {"tool_call_id": number_of_call, "name": message.get("name") or names.get(number_of_call, "unknown")}
+        name = str(message.get("name") or names.get(number_of_call, "unknown"))
+        read |= {"tool_call_id": number_of_call, "name": name}
     return read
 
 
 def _text(content: Any, number: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content or ()]
-    if not isinstance(content, list) or not all(isinstance(text, str) for text in texts):
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
         raise CallRefused(f"messages[{number}] has content that is no text, and this policy reads text alone")
     return "".join(map(str, texts))
 
@@ -142,8 +164,8 @@ def _called(call: Any, number: int, names: dict[str, str]) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     try:
         name, arguments = function["name"], function.get("arguments") or {}  # type: ignore[index,union-attr]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
+        arguments = parse_json(arguments) if isinstance(arguments, str) else dict(arguments)
+    except (TypeError, ValueError, LookupError, AttributeError):
         raise CallRefused(f"messages[{number}] has a call without a name, or whose arguments are no JSON") from None
     number_of_call = str(call.get("id") or "")
     names[number_of_call] = str(name)

@@ -179,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Answer a request for a completion."""
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
+        if not length.isdecimal() or len(length) > len(str(_MOST_BODY_BYTES)) or int(length) > _MOST_BODY_BYTES:
             self.close_connection = True
             self._send(_error(CallRefused(f"the request has no Content-Length of {_MOST_BODY_BYTES} bytes at most")))
             return

@@ -7,6 +7,7 @@ made again is the same.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.data.tokens.chat_template import TemplateRefuses
-from holdfast.environments.base import APPENDED, Message, StepResult, Turn
+from holdfast.environments.base import APPENDED, Message, StepResult, Turn, extent_of
 from holdfast.environments.pool import Answer, EnvironmentPool
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.episodes.calls import Parse
@@ -70,6 +71,8 @@ class Limits:
     max_seconds: float | None
     ends_when_cut: bool
     instances: int
+    max_characters: float = math.inf
+    """That `max_length` tokens can have: a conversation with more is not rendered."""
 
 
 @dataclass
@@ -301,11 +304,18 @@ class EpisodeLoop:
             self._leave(index)
         elif episode.turn_count >= self._limits.max_turns:
             self._end(index, "turns")
+        elif self._is_too_long(result.messages):
+            self._end(index, "room")
         else:
             self._go_on(index, _observed(episode, episode.tokens, result.messages))
 
+    def _is_too_long(self, messages: Sequence[Message]) -> bool:
+        return extent_of([[*message.values()] for message in messages]).characters > self._limits.max_characters
+
     def _start(self, index: int, messages: Sequence[Message]) -> None:
         episode = self.episodes[index]
+        if self._is_too_long(messages):
+            raise TemplateRefuses(f"more characters than data.max_length={self._limits.max_length} tokens can have")
         episode.began_at = time.monotonic()
         episode.messages = with_begun(episode.request.messages, messages)
         episode.prompt_messages, episode.written = len(episode.messages), [*episode.messages]
@@ -347,7 +357,7 @@ class EpisodeLoop:
 def _observed(episode: Episode, tokens: EpisodeTokens, messages: Sequence[Message]) -> EpisodeTokens:
     """Return what another turn follows: the sample with what was observed, or the prompt of a new one."""
     writer = episode.request.writer
-    if not writer.splits:
+    if not writer.splits_behind(messages):
         observed = writer.observation(messages, last_token=episode.last_token)
         return tokens.with_observation(np.asarray(observed, np.int64))
     whole = np.asarray(writer.opening(episode.written), np.int64)

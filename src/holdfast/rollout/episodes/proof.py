@@ -1,18 +1,87 @@
-"""Before step 1: which syntax a template writes calls in, by rendering calls and reading them back."""
+"""Before step 1: how a template writes turns, and in which syntax calls, by rendering them and reading them back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.data.content.formats import Conversation
 from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
 from holdfast.environments.base import ToolCall
+from holdfast.errors import ConfigError
 from holdfast.rollout.episodes.calls import FAMILIES, Parse, parser_of_family, parser_of_tokenizer
-from holdfast.rollout.episodes.history import TurnTemplate
+from holdfast.rollout.episodes.history import History, Roles, TurnTemplate, classify
+from holdfast.rollout.episodes.sessions import Syntax
 
 _QUESTION = {"role": "user", "content": "holdfast asks?"}
 _VALUES: Mapping[str, Any] = {"integer": 7, "number": 2.5, "string": "holdfast's text", "boolean": True, "array": []}
+
+
+def proved_syntax(
+    template: ChatTemplate,
+    tools: Sequence[Mapping[str, Any]],
+    ends: Collection[int],
+    observations: Sequence[Roles],
+    *,
+    splits: bool,
+) -> Syntax:
+    """Return how turns are written and read, proved on this template.
+
+    Args:
+        template: The policy's.
+        tools: Schemas of what may be called.
+        ends: Tokens that end a completion.
+        observations: What may be observed after a turn.
+        splits: Whether an episode may be several samples.
+
+    Raises:
+        ConfigError: The template cannot write such turns, or no call of a tool can be read back.
+    """
+    if (name := unwritable_name(template, tools)) is not None:
+        raise ConfigError(
+            f"environment: the tokenizer writes {name!r}, the name of a tool, as {template.as_tokenised(name)!r}, and "
+            "a policy could not call it. Rename the tool."
+        )
+    try:
+        template.check()
+        history = classify(template, tools, observations)
+        if history.kind == "refused" or (history.kind == "split" and not splits):
+            raise _history_mistake(template, history, with_tools=bool(tools))
+        writer = TurnTemplate(template, tools, ends, history.splits_at)
+        parse = proved_parser(template, writer, tools)
+        _refuse_unproved(template, writer.prove(observations))
+    except TemplateRefuses as refusal:
+        raise ConfigError(
+            f"environment: {template.name} cannot write an episode: {refusal}. Set data.chat_template to one that can."
+        ) from None
+    note = ""
+    if history.trims and "user" not in history.splits_at:
+        note = (
+            f"note: {template.name} leaves out spaces and line breaks at the ends of an answer. Episodes keep them: "
+            "the policy reads its earlier turns as it said them, and a server that is asked later would not."
+        )
+    return Syntax(writer, parse, note)
+
+
+def _history_mistake(template: ChatTemplate, history: History, *, with_tools: bool) -> ConfigError:
+    if history.kind == "refused":
+        return ConfigError(
+            f"environment: {template.name} {history.reason}, so a policy cannot act by it. Set data.chat_template to a "
+            "jinja file that writes " + ("tools, calls and messages of role tool." if with_tools else "several turns.")
+        )
+    return ConfigError(
+        f"environment: {template.name} {history.reason}, so the tokens of an episode would not be those that a server "
+        "reads later. Set data.chat_template to a jinja file that writes a conversation turn by turn as it was said, "
+        "or environment.history: split, which trains an episode as several samples."
+    )
+
+
+def _refuse_unproved(template: ChatTemplate, difference: str) -> None:
+    if difference:
+        raise ConfigError(
+            f"environment: turns joined token by token differ from the whole conversation by {template.name}: "
+            f"{difference}. Set data.chat_template to one whose answers end with a special token."
+        )
 
 
 def unwritable_name(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> str | None:

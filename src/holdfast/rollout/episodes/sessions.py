@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -33,6 +33,8 @@ class Syntax(NamedTuple):
 
     writer: TurnTemplate
     parse: Parse | None
+    note: str = ""
+    """What a user should know of the template, as a sentence."""
 
 
 SyntaxOf = Callable[[tuple[Mapping[str, Any], ...]], Syntax]
@@ -104,21 +106,26 @@ class Session:
                 f"this episode has had its {self._limits.max_turns} completions (environment.max_turns); return",
                 code="rate_limit_exceeded",
             )
+        longest = self._limits.max_length
+        if asked.characters > self._limits.max_characters:
+            self._refuse_room(f"{asked.characters} characters, more than data.max_length={longest} tokens can have")
         syntax = self._syntax_of(asked.tools)
         try:
             prepared = self._prepared(asked, syntax)
         except TemplateRefuses as refusal:
             raise CallRefused(f"the chat template cannot write these messages: {refusal}") from None
-        size, longest = prepared.tokens.tokens.size, self._limits.max_length
+        size = prepared.tokens.tokens.size
         if size + self._limits.max_new_tokens > longest:
-            self.refused = "room"
-            raise CallRefused(
-                f"the conversation has {size} tokens, and data.max_length={longest} leaves no room for a completion of "
-                f"{self._limits.max_new_tokens}",
-                code="context_length_exceeded",
+            self._refuse_room(
+                f"{size} tokens, and data.max_length={longest} leaves no room for a completion of "
+                f"{self._limits.max_new_tokens}"
             )
         self.call_count, self.refused = self.call_count + 1, None
         return prepared
+
+    def _refuse_room(self, what: str) -> NoReturn:
+        self.refused = "room"
+        raise CallRefused(f"the conversation has {what}", code="context_length_exceeded")
 
     def _prepared(self, asked: ChatCall, syntax: Syntax) -> Prepared:
         earlier = self._longest_earlier(asked)
@@ -228,7 +235,7 @@ def _going_on(
     writer: TurnTemplate, tokens: EpisodeTokens, written: Sequence[Message], rest: Sequence[Message]
 ) -> EpisodeTokens | None:
     """Return a sample with what was observed behind it; None where the template writes its turns otherwise now."""
-    if not writer.splits:
+    if not writer.splits_behind(rest):
         observed = writer.observation(rest, last_token=int(tokens.tokens[-1]))
         return tokens.with_observation(np.asarray(observed, np.int64))
     whole = np.asarray(writer.opening(written), np.int64)

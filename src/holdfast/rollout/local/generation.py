@@ -79,7 +79,7 @@ class TransformersEngine(ReplicaEngine):
                 **self._image_inputs([request for request, _ in rows], tokens),
                 generation_config=self._settings(stops),
                 logits_processor=[drawing],
-                stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
+                stopping_criteria=[_Ended(stops, len(rows), interrupted)],
             )
         logprobs = host_value(torch.stack(drawing.logprobs, 1), "drawn tokens").tolist()
         drawn_tokens = host_value(out[:, width:], "drawn tokens").tolist()
@@ -143,6 +143,26 @@ class TransformersEngine(ReplicaEngine):
             finish,
             self._version,
         )
+
+
+class _Ended:
+    """A stopping criterion for transformers: rows end at a stop text, and all of them where they are abandoned."""
+
+    def __init__(self, stops: Stops, rows: int, interrupted: Interrupted) -> None:
+        self._stops, self._interrupted = stops, interrupted
+        self._drawn: list[list[int]] = [[] for _ in range(rows)]
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:  # noqa: ARG002 - a criterion's arguments
+        """Return [rows] bool."""
+        ended = [self._interrupted()] * len(self._drawn)
+        if self._stops.texts and not all(ended):
+            newest = host_value(input_ids[:, -1], "drawn tokens, for stop texts").tolist()
+            ended = [self._ends(*row) for row in zip(self._drawn, newest, strict=True)]
+        return torch.tensor(ended, device=input_ids.device)
+
+    def _ends(self, drawn: list[int], token: int) -> bool:
+        drawn.append(token)
+        return self._stops.end(drawn, len(drawn) - 1) is not None
 
 
 class _DrawingProcessor:

@@ -161,9 +161,7 @@ class InProcessEngine(ReplicaEngine):
     @torch.no_grad()
     def why_whole(self) -> str:
         """Say why the model's texts must be computed at once, "" if they need not; see `pieces`."""
-        family = self._replica.family
-        marks = {token for token in (family.image_token_id, family.video_token_id) if token is not None}
-        return why_whole(self._predictor(), self.piece, marks)
+        return why_whole(self._predictor(), self.piece, set(self._replica.family.image_marks))
 
     def _predictor(self) -> Predictor:
         return Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.config.sections.reference import ServerReferenceConfig, sync_of
 from holdfast.config.sections.rollout import ReferenceConfig
 from holdfast.data.batches.packing import to_device
+from holdfast.data.content.images import LeftOutByRun
 from holdfast.errors import ModelError
 from holdfast.files import size_words
 from holdfast.models.adapters.live import adapters_of, adapters_off
@@ -240,7 +241,7 @@ def alternatives(plan: ShardPlan, why_not_off: str) -> str:
 
 
 _ROLE = Role("reference", "reference policy", "policy")
-NO_IMAGES = "reference.kind: server sends tokens, and no images; use sharded"
+NO_IMAGES = LeftOutByRun("reference.kind: server sends tokens, and no images; use sharded")
 """Why no row may have images."""
 
 

@@ -52,14 +52,19 @@ class CompletionsAhead:
         """
         if step not in self._flights:
             prompts = {request.request_id: _digest(request) for request in requests}
-            taken = [
-                restored
-                for restored in self._restored
-                if restored.step in {None, step} and prompts.get(restored.sampled.request_id) == restored.prompt
-            ]
-            self._restored = [restored for restored in self._restored if restored not in taken]
-            self.taken_count += len(taken)
-            done = [restored.sampled for restored in taken]
+            places = {(request.request_id, place) for request in requests for place in range(len(request.seeds))}
+
+            def is_asked(restored: _StepCompletion) -> bool:
+                sampled = restored.sampled
+                return (
+                    restored.step in {None, step}
+                    and prompts.get(sampled.request_id) == restored.prompt
+                    and (sampled.request_id, sampled.place) in places
+                )
+
+            done = [restored.sampled for restored in self._restored if is_asked(restored)]
+            self._restored = [restored for restored in self._restored if not is_asked(restored)]
+            self.taken_count += len(done)
             self._flights[step] = _StepFlight(self._engine.begin(requests, self._config.rollout, done), prompts)
         return self._flights[step].flight
 
@@ -93,6 +98,23 @@ class CompletionsAhead:
                 for sampled in flight.finished()
             ),
         ]
+
+    def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Look at completions of a checkpoint before they are restored.
+
+        Raises:
+            ValueError: One is not what a run writes, or stands there twice; by its place.
+        """
+        seen: set[tuple[Any, ...]] = set()
+        for number, record in enumerate(saved):
+            try:
+                _check_shapes(_sampled_from(record))
+            except ValueError as error:
+                raise ValueError(f"ahead.{number}: {error}") from None
+            key = tuple(record.get(name) for name in ("mark", "step", "request_id", "place"))
+            if key in seen:
+                raise ValueError(f"ahead.{number}: the same completion stands there before")
+            seen.add(key)
 
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore the completions of the next steps, of all ranks, from a checkpoint."""
@@ -170,12 +192,10 @@ def _sampled_from(saved: Mapping[str, Any]) -> Sampled:
     """Read what `_as_plain` wrote.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: It is no number of tokens, or of log-probabilities.
     """
     tokens = np.frombuffer(base64.b64decode(saved["tokens"], validate=True), "<i4").astype(np.int64)
     logprobs = np.frombuffer(base64.b64decode(saved["logprobs"], validate=True), "<f4").astype(np.float32)
-    if tokens.shape != logprobs.shape:
-        raise ValueError(f"{tokens.size} tokens have {logprobs.size} log-probabilities")
     return Sampled(
         int(saved["request_id"]),
         int(saved["place"]),
@@ -187,3 +207,18 @@ def _sampled_from(saved: Mapping[str, Any]) -> Sampled:
         tuple((int(start), int(version)) for start, version in saved["segments"]),
         int(np.count_nonzero(np.isnan(logprobs))),
     )
+
+
+def _check_shapes(sampled: Sampled) -> None:
+    """Check what a completion has for its tokens.
+
+    Raises:
+        ValueError: There is too much, or too little of it.
+    """
+    size, starts = sampled.tokens.size, [start for start, _ in sampled.segments]
+    if size != sampled.logprobs.size:
+        raise ValueError(f"it has {size} tokens and {sampled.logprobs.size} log-probabilities")
+    if size and sampled.tokens.min() < 0:
+        raise ValueError(f"it has a token {sampled.tokens.min()}")
+    if starts and (starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= max(1, size)):
+        raise ValueError(f"its segments begin at {starts}, and it has {size} tokens")

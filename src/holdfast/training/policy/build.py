@@ -15,6 +15,7 @@ from holdfast.config.sections.reference import ServerReferenceConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.prompts import prompt_tokeniser
+from holdfast.data.content.images import LeftOutByRun
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.environments.pool import EnvironmentPool
@@ -232,9 +233,11 @@ def _deal_memory(
 def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:
     """Return what turns images into tokens; or why no row may have some."""
     if config.environment is not None:
-        return "episodes of an environment are text alone; leave it out"
+        return LeftOutByRun("environment: episodes are text alone; leave the section out, or use rows without images")
     if config.rollout.record:
-        return "rollout.record keeps no images, so a step with some could not be made again; leave it out"
+        return LeftOutByRun(
+            "rollout.record: no images are kept, so a step with some could not be made again; set false"
+        )
     if isinstance(config.reference, ServerReferenceConfig) and config.kl.coefficient > 0:
         return NO_IMAGES
     return image_side_of(config, origin)

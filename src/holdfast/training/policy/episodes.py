@@ -15,7 +15,6 @@ from holdfast.config.sections.environment import AgentConfig, EnvironmentSection
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.tokens.chat import RowTokeniser
-from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
@@ -23,9 +22,9 @@ from holdfast.rollout.engine import AheadEngine, EpisodeRecords, TurnSource, con
 from holdfast.rollout.episodes.agents import AgentLoop
 from holdfast.rollout.episodes.chat_calls import CallRefused
 from holdfast.rollout.episodes.endpoint import Endpoint
-from holdfast.rollout.episodes.history import History, TurnTemplate, classify
+from holdfast.rollout.episodes.history import observations_of, observations_of_agents
 from holdfast.rollout.episodes.loop import Decode, Episode, EpisodeLoop, EpisodeRequest, Limits
-from holdfast.rollout.episodes.proof import proved_parser, unwritable_name
+from holdfast.rollout.episodes.proof import proved_syntax
 from holdfast.rollout.episodes.sessions import Syntax
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.engines import stops_of
@@ -83,6 +82,8 @@ class LocalEpisodes:
     syntaxes: Mapping[str, Syntax]
     """By the name of the environment."""
     max_length: int
+    max_characters: int
+    """That so many tokens can have."""
 
     def sample(
         self, policy: PolicyEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Seeds
@@ -134,14 +135,17 @@ class LocalEpisodes:
     def _limits(self, sampling: SamplingConfig) -> Limits:
         section = self.section
         if isinstance(section, AgentConfig):
-            return Limits(section.max_turns, self.max_length, sampling.max_new_tokens, None, False, section.instances)
+            max_seconds, ends_when_cut = None, False
+        else:
+            max_seconds, ends_when_cut = section.max_seconds, section.on_cut == "end"
         return Limits(
             section.max_turns,
             self.max_length,
             sampling.max_new_tokens,
-            section.max_seconds,
-            section.on_cut == "end",
+            max_seconds,
+            ends_when_cut,
             section.instances,
+            self.max_characters,
         )
 
     def check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
@@ -204,72 +208,22 @@ def episodes_of(
         raise ConfigError("environment: nothing has started it. Run the file by `holdfast grpo` or `holdfast eval`.")
     section, ends = config.environment, stops_of(sharded).tokens
     splits = isinstance(section, AgentConfig) or section.history == "split"
-    syntaxes = {name: proved_syntax(rows.template, tools, ends, splits=splits) for name, tools in pool.tools.items()}
+    syntaxes = {}
+    for name, tools in pool.tools.items():
+        observations = observations_of(tools, answers=name in pool.answering)
+        syntaxes[name] = proved_syntax(rows.template, tools, ends, observations, splits=splits)
+    sharded.setting.log.messages += dict.fromkeys(syntax.note for syntax in syntaxes.values() if syntax.note)
+    longest = config.data.max_length
+    characters = longest * max(map(len, rows.template.tokenizer.get_vocab()))
     if isinstance(section, AgentConfig):
-        return AgentEpisodes(pool, section, rows, syntaxes, config.data.max_length, ends)
-    return LocalEpisodes(pool, section, rows, syntaxes, config.data.max_length)
+        return AgentEpisodes(pool, section, rows, syntaxes, longest, characters, ends)
+    return LocalEpisodes(pool, section, rows, syntaxes, longest, characters)
 
 
 def decoder(policy: PolicyEvaluation) -> Decode:
     """Return what makes text of a policy's tokens."""
     tokenizer = policy.sharded.origin.tokenizer
     return lambda tokens, plain: str(tokenizer.decode(tokens, skip_special_tokens=plain))
-
-
-def proved_syntax(
-    template: ChatTemplate, tools: Sequence[Mapping[str, Any]], ends: Collection[int], *, splits: bool
-) -> Syntax:
-    """Return how turns are written and read, proved on this template.
-
-    Args:
-        template: The policy's.
-        tools: Schemas of what may be called.
-        ends: Tokens that end a completion.
-        splits: Whether an episode may be several samples.
-
-    Raises:
-        ConfigError: The template cannot write such turns, or no call of a tool can be read back.
-    """
-    if (name := unwritable_name(template, tools)) is not None:
-        raise ConfigError(
-            f"environment: the tokenizer writes {name!r}, the name of a tool, as {template.as_tokenised(name)!r}, and "
-            "a policy could not call it. Rename the tool."
-        )
-    try:
-        template.check()
-        history = classify(template, tools)
-        if history.kind == "refused" or (history.kind == "split" and not splits):
-            raise _history_mistake(template, history, with_tools=bool(tools))
-        writer = TurnTemplate(template, tools, ends, splits=history.kind == "split")
-        parse = proved_parser(template, writer, tools)
-        if not writer.splits:  # what is split is written anew for every sample
-            _refuse_unproved(template, writer)
-    except TemplateRefuses as refusal:
-        raise ConfigError(
-            f"environment: {template.name} cannot write an episode: {refusal}. Set data.chat_template to one that can."
-        ) from None
-    return Syntax(writer, parse)
-
-
-def _history_mistake(template: ChatTemplate, history: History, *, with_tools: bool) -> ConfigError:
-    if history.kind == "refused":
-        return ConfigError(
-            f"environment: {template.name} {history.reason}, so a policy cannot act by it. Set data.chat_template to a "
-            "jinja file that writes " + ("tools, calls and messages of role tool." if with_tools else "several turns.")
-        )
-    return ConfigError(
-        f"environment: {template.name} {history.reason}, so the tokens of an episode would not be those that a server "
-        "reads later. Set data.chat_template to a jinja file that writes a conversation turn by turn as it was said, "
-        "or environment.history: split, which trains an episode as several samples."
-    )
-
-
-def _refuse_unproved(template: ChatTemplate, writer: TurnTemplate) -> None:
-    if difference := writer.prove():
-        raise ConfigError(
-            f"environment: turns joined token by token differ from the whole conversation by {template.name}: "
-            f"{difference}. Set data.chat_template to one whose answers end with a special token."
-        )
 
 
 @dataclass(frozen=True)
@@ -299,7 +253,8 @@ class AgentEpisodes(LocalEpisodes):
         key = json.dumps(tools, sort_keys=True)
         if key not in self.of_tools:
             try:
-                self.of_tools[key] = proved_syntax(self.rows.template, tools, self.ends, splits=True)
+                observations = observations_of_agents(tools)
+                self.of_tools[key] = proved_syntax(self.rows.template, tools, self.ends, observations, splits=True)
             except (ConfigError, LookupError, TypeError, AttributeError, ValueError) as error:
                 raise CallRefused(f"tools: {error}") from None
         return self.of_tools[key]

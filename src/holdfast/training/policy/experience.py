@@ -165,6 +165,7 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
         for index, (completion, (tokens, trained)) in enumerate(
             (completion, size) for completion in fact.completions for size in sample_sizes(completion, groups)
         )
+        if completion.length  # nothing was sampled where an episode failed at its beginning
     ]
     return assemble(Candidates(own_examples, sequences), run.setting.ranks, run.config.data, layout)
 

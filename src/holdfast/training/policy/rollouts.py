@@ -166,8 +166,8 @@ def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
         why = f" The last reason: {rollout.messages[0]}" if rollout.messages else ""
         raise RunStopped(
             f"Not one completion could be scored in {state.unscored_in_a_row} steps in a row, the last of them "
-            f"step {state.step + 1}, so nothing was learned.{why} Mend the reward; rewards.max_unscored_steps is "
-            "how long a run waits."
+            f"step {state.step + 1}, so nothing was learned. Mend the reward, or the environment; "
+            f"rewards.max_unscored_steps is how long a run waits.{why}"
         )
 
 

@@ -130,6 +130,8 @@ class PolicyRun:
     """Replaces `experience.pack_rollout` in a plan, which executes the largest possible mini-batches."""
     ahead: CompletionsAhead | None = None
     """Completions of the next step if they are sampled ahead; the same object as `common.ahead`."""
+    steps_without_calls: int = 0
+    """Latest steps of this process in a row whose episodes called none of their tools."""
 
     @property
     def setting(self) -> Setting:

@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.data.content.images import ImageFiles
+from holdfast.errors import DataError
 from holdfast.metrics.progress import terminal_width
 from holdfast.text.escaping import escaped
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.policy.sample_images import image_name, small_images
 from holdfast.training.run import Logbook
-from holdfast.types import Finish, Group, Trajectory
+from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _LONGEST = 160
 """Characters of a completion that the table shows."""
@@ -39,6 +41,8 @@ class SampleRow(NamedTuple):
     """Schemas of what an episode may call."""
     images: tuple[bytes, ...] = ()
     """Files of its prompt's images."""
+    question: str = ""
+    """What the user said last before it, which the table shows in the place of the prompt; "": nothing is known."""
 
 
 def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
@@ -47,8 +51,9 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     if step % config.show_every and step != 1:
         return
     files = ImageFiles(run.config.data.image_dir, run.setting.base)
-    own_samples = [_sample_rows(step, group, files, trained=True) for group in rollout.groups]
-    own_samples += [_sample_rows(step, group, files, trained=False) for group in rollout.left_out]
+    is_formatted = run.config.data.format is not None
+    own_samples = [_sample_rows(step, group, files, is_formatted, trained=True) for group in rollout.groups]
+    own_samples += [_sample_rows(step, group, files, is_formatted, trained=False) for group in rollout.left_out]
     everyone = [item for of_rank in run.setting.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
     samples = sorted(everyone, key=lambda item: item.sample_id)
     tokens = _tokens(run, rollout, samples)
@@ -122,7 +127,7 @@ def _rounded(value: float | None) -> float | None:
 def sample_line(item: SampleRow, tokens: list[list[Any]] | None) -> dict[str, Any]:
     """Return a row of samples.jsonl."""
     line = item._asdict()
-    del line["prompt_messages"], line["images"]
+    del line["prompt_messages"], line["images"], line["question"]
     if item.images:
         line["images"] = " ".join(map(image_name, item.images))
     if item.messages is None:
@@ -130,9 +135,9 @@ def sample_line(item: SampleRow, tokens: list[list[Any]] | None) -> dict[str, An
     return line | ({"tokens": tokens} if tokens else {})
 
 
-def _sample_rows(step: int, group: Group, files: ImageFiles, *, trained: bool) -> list[SampleRow]:
+def _sample_rows(step: int, group: Group, files: ImageFiles, is_formatted: bool, *, trained: bool) -> list[SampleRow]:
     images = small_images(group.prompt, files)
-    return [
+    rows = [
         SampleRow(
             step,
             trajectory.sample_id,
@@ -150,6 +155,28 @@ def _sample_rows(step: int, group: Group, files: ImageFiles, *, trained: bool) -
         )
         for trajectory in group.trajectories
     ]
+    return [row._replace(question=question_of(group.prompt, row, is_formatted)) for row in rows]
+
+
+def question_of(prompt: Prompt, row: SampleRow, is_formatted: bool) -> str:
+    """Return what the user said last before a completion: what stands around it in a prompt is the same for all rows.
+
+    Args:
+        prompt: Of the completion.
+        row: The completion; an environment may have asked more than its row.
+        is_formatted: Whether `data.format` writes prompts, and so the end of each; then it is what the row says.
+    """
+    try:
+        asked = prompt_of(prompt.row, "")
+    except DataError:  # `data.format` makes prompts of any columns
+        return ""
+    messages = asked.messages if isinstance(asked, Conversation) else [{"role": "user", "content": asked}]
+    if row.messages is not None and not is_formatted:
+        messages = row.messages[: row.prompt_messages]
+    contents = [message.get("content") for message in messages if message["role"] == "user"]
+    last = contents[-1] if contents else ""
+    parts = last if isinstance(last, list) else [{"text": last}]
+    return " ".join(str(part.get("text") or f"<{part.get('type')}>") for part in parts if isinstance(part, Mapping))
 
 
 def choose_samples(samples: Sequence[SampleRow], count: int) -> list[tuple[str, SampleRow]]:
@@ -219,7 +246,7 @@ def _numbers(item: SampleRow, reward_names: Sequence[str]) -> list[str]:
 
 def _spoken(item: SampleRow, room: int | None) -> str:
     arrow, cut = " -> ", " (cut)" if item.finish == Finish.LENGTH.value else ""
-    prompt, completion = _short(item.prompt, _LONGEST), _short(_conversation(item), _LONGEST)
+    prompt, completion = _short(item.question or item.prompt, _LONGEST), _short(_conversation(item), _LONGEST)
     if room is not None:
         prompt, completion = _shared(prompt, completion, room - len(arrow) - len(cut))
     return f"{prompt}{arrow}{completion}{cut}"

@@ -346,6 +346,8 @@ def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
     needed = max((index for index, size in enumerate(run.stream.state()["sizes"]) if size is None), default=-1)
     if len(saved.stream.sizes) <= needed:
         raise ValueError(f"stream.sizes has {len(saved.stream.sizes)} entries, for {needed + 1} sources or more")
+    if run.ahead is not None:
+        run.ahead.check(shared.get("ahead", []))
 
 
 def _short(value: Any) -> str:

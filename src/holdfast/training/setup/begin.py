@@ -66,6 +66,8 @@ class Live:
     observers: tuple[Callable[..., object], ...] = ()
     rewards: tuple[Callable[..., object], ...] = ()
     """Reward functions, called in this process."""
+    environment: Any = None
+    """What the section `environment` names by its import path."""
 
 
 @dataclass(frozen=True)
