@@ -4,15 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Three on two cores: processes, time-outs and the other rank are waited for half of the time.
 TEST_WORKERS ?= 3
-# Set to --landing in .ci/run: deep tests stay only where they enter what changed, and a quarter of the others by turns.
-LANDING ?=
-PYTEST := $(BIN)/python -m pytest $(LANDING) -n $(TEST_WORKERS) --dist worksteal --durations=40 --durations-min=3
+# Suites with an environment or programs of their own, which their targets install; each has a target below.
+OWN := tests/browser tests/kernels tests/real tests/features/vllm/real \
+	$(addprefix tests/features/cluster/test_,hosts.py ray.py slurm.py slurm_briefly.py)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --durations=25 --durations-min=3 $(addprefix --ignore=,$(OWN))
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs unit near feature record-map test test-deep test-devices test-slow test-versions test-browser test-slurm test-ray test-vllm test-verifiers test-kernels test-real test-all release-check deep-tests lint types benchmark-types count checks bench clean
+.PHONY: setup demo docs unit feature test test-slow test-versions test-browser test-slurm test-ray test-vllm test-verifiers test-kernels test-real test-all lint types benchmark-types size checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -31,54 +32,45 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/budget.py
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python tools/size.py --limits
 	$(BIN)/python tools/reference.py --check
 	$(BIN)/python tools/links.py
-	$(BIN)/python tools/names.py
-	$(BIN)/python tools/importers.py
 
 types: setup
 	$(BIN)/mypy
 
-# Benchmarks run seldom: what they use of ours is looked at in the second lane, so that nobody waits for it in the first.
+# What benchmarks use of ours.
 benchmark-types: setup
 	$(BIN)/mypy --config-file benchmarks/mypy.ini
-test-deep: benchmark-types
 
-# Collects every test, and says how many each lane has; the workers then read the byte code that this one wrote.
-count: setup
-	@lanes="$$($(BIN)/python -m pytest --collect-only -qq)" || { echo "$$lanes"; exit 1; }; echo "$$lanes" | tail -n 1
+# Sizes beside those of the first commit that was measured, and how far a reader walks; a minute.
+size: setup
+	$(BIN)/python tools/size.py --runs
 
 checks: setup
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint types count
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint types
 
 test: checks
-	$(PYTEST) -m "not slow and not gpu and not deep and not devices"
+	$(PYTEST) -m "not slow and not gpu"
 
-# The pure tests, in about a minute: no process, no model.
+# What takes more than three seconds of a CPU: all of it, a quarter (PART=2/4), or folders (TESTS="tests/cli tests/optim").
+SLOW_1 := tests/cli tests/docs tests/benchmarks
+SLOW_2 := tests/distributed tests/models tests/examples
+SLOW_3 := tests/training tests/fake_devices tests/checkpoint
+SLOW_4 := $(filter-out $(SLOW_1) $(SLOW_2) $(SLOW_3) $(OWN) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py))
+TESTS ?= $(SLOW_$(firstword $(subst /, ,$(PART))))
+test-slow: setup
+	$(PYTEST) -m "slow and not gpu" $(TESTS)
+
+# The pure tests, in about a minute.
+UNIT := $(addprefix tests/,advantages batching config data metrics objectives optim parallel features/report)
 unit: setup
-	$(PYTEST) -m "unit and not slow and not gpu and not deep and not devices"
-
-# Tests that enter what differs from a commit, SINCE, cheapest first, SECONDS of them by the recorded map.
-SINCE ?= HEAD
-SECONDS_NEAR ?= 90
-near: setup
-	@tests="$$($(BIN)/python tools/record_map.py near --since $(SINCE) --seconds $(SECONDS_NEAR))"; \
-	test -n "$$tests" || { echo "no test is known to enter what changed since $(SINCE)"; exit 0; }; \
-	$(PYTEST) -m "not gpu and not devices" $$tests
+	$(PYTEST) -m "not slow and not gpu" $(UNIT)
 
 # Everything of one feature: make feature NAME=rescue
 feature: setup
 	$(PYTEST) -m "not gpu" tests/features/$(NAME)
-
-# The map of which files each test enters, for `near` and for landings; all lanes, half as long again as usual.
-RECORD ?= /tmp/holdfast-record
-record-map: setup
-	rm -rf $(RECORD)
-	@variables="$$($(BIN)/python tools/record_map.py record $(RECORD))"; \
-	env $$variables $(PYTEST) -m "not slow and not gpu and not devices" || true; \
-	env $$variables $(BIN)/python -m pytest -n 3 --dist loadfile -m "devices and not slow and not gpu" || true
-	$(BIN)/python tools/record_map.py write $(RECORD)
 
 # Two Slurm nodes on this host, in some minutes; tools/install_slurm.sh installs what it needs.
 test-slurm: setup
@@ -90,18 +82,11 @@ test-ray: setup
 	tools/install_ray.sh $(RAY_VENV)
 	HOLDFAST_RAY_PYTHON=$(abspath $(RAY_VENV))/bin/python $(BIN)/python -m pytest -n 0 -rs tests/features/cluster/test_ray.py
 
-test-deep: checks
-	$(PYTEST) -m "deep and not slow and not gpu and not devices"
-
-# Steps as CUDA code on devices that compute nothing. By file: its tests look at what the same few processes said.
-test-devices: checks
-	$(BIN)/python -m pytest $(LANDING) -n 3 --dist loadfile -m "devices and not slow and not gpu"
-
 # With a real vLLM, which has an environment of its own; two servers of 3 GiB at a time, so one worker.
 VLLM_VENV ?= .venv-vllm
 test-vllm: setup
 	tools/install_vllm.sh $(VLLM_VENV)
-	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/features/vllm/real
+	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 tests/features/vllm/real
 
 # With verifiers and its openai client, which have an environment of their own. An episode starts verifiers anew.
 VERIFIERS_VENV ?= .venv-verifiers
@@ -124,22 +109,12 @@ REAL_MODEL ?= runs/smollm2
 test-real: setup
 	$(BIN)/python tools/real_model.py $(REAL_MODEL) || test $$? -eq 3
 	HOLDFAST_REAL_MODEL=$(abspath $(REAL_MODEL)) HOLDFAST_VLLM_PYTHON=$(abspath $(wildcard $(VLLM_VENV)/bin/python)) \
-		$(BIN)/python -m pytest -n 0 -rs -m real tests
-
-# Before a release: what this machine skips was not seen to work.
-release-check: setup
-	$(BIN)/python tools/skipped.py
-
-deep-tests: setup
-	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu and not devices"
+		$(BIN)/python -m pytest -n 0 -rs tests/real
 
 # The pages in Debian's Chromium; where it cannot be installed they are skipped, by name.
 test-browser: setup
 	tools/install_browser.sh
-	$(BIN)/python -m pytest $(LANDING) -n 0 -rs tests/browser
-
-test-slow: setup
-	$(PYTEST) -m "slow and not gpu"
+	$(BIN)/python -m pytest -n 0 -rs tests/browser
 
 # Other versions of torch, of Python, and of the packages that features read or write.
 test-versions: setup
@@ -148,9 +123,9 @@ test-versions: setup
 	tools/test_trackers.sh
 	tools/test_rescue.sh
 
-test-all: checks
-	$(PYTEST) -m "not gpu and not devices"
-	$(MAKE) --no-print-directory test-devices test-kernels test-real test-versions
+test-all: checks benchmark-types
+	$(PYTEST) -m "not gpu"
+	$(MAKE) --no-print-directory test-browser test-slurm test-kernels test-real test-versions
 
 # A searchable site that needs no network: site/index.html.
 docs: setup

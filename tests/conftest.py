@@ -79,6 +79,15 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             stay = {round(place * (len(cases) - 1) / max(number - 1, 1)) for place in range(number)}
             for place in {*range(len(cases))} - stay:
                 cases[place].add_marker("slow")
+    for item in items:
+        if _shares_with_its_file(item) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def _shares_with_its_file(item: Any) -> bool:
+    """Return whether a test has a fixture that its file makes once, so that one worker should run the file."""
+    definitions = item._fixtureinfo.name2fixturedefs.values() if hasattr(item, "_fixtureinfo") else ()
+    return any(each[-1].scope == "module" for each in definitions if each)
 
 
 class _NoCase:

@@ -84,7 +84,7 @@ def test_processes_of_killed_tests_end(tmp_path: Path) -> None:
     assert left == []
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_of_killed_tests_ends_with_its_ranks(tmp_path: Path) -> None:
     tree = {
         "steps": 100_000,

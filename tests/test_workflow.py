@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = ROOT / ".github" / "workflows"
-LANES = {
-    "test",
-    "test-deep",
-    "test-devices",
-    "test-slow",
-    "test-browser",
-    "test-slurm",
-    "test-ray",
-    "test-vllm",
-    "test-verifiers",
-    "test-kernels",
-    "test-real",
-}
+OWN = {"test-browser", "test-slurm", "test-ray", "test-vllm", "test-verifiers", "test-kernels", "test-real"}
 
 
 @pytest.mark.parametrize("name", ["test", "nightly"])
@@ -36,23 +25,44 @@ def test_a_workflow_is_what_its_schema_says(name: str) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def targets_of(name: str) -> set[str]:
-    (job,) = yaml.safe_load((WORKFLOWS / f"{name}.yml").read_text(encoding="utf-8"))["jobs"].values()
-    return set(job["strategy"]["matrix"]["target"])
+def targets_of_a_night() -> list[str]:
+    (job,) = yaml.safe_load((WORKFLOWS / "nightly.yml").read_text(encoding="utf-8"))["jobs"].values()
+    return list(job["strategy"]["matrix"]["target"])
 
 
-@pytest.mark.parametrize("name", ["test", "nightly"])
-def test_a_workflow_calls_targets_of_the_makefile(name: str) -> None:
+def test_a_night_calls_targets_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
-    assert {"setup", *targets_of(name)} <= targets
+    assert {target.partition(" ")[0] for target in targets_of_a_night()} <= targets
 
 
-def test_every_night_runs_every_lane() -> None:
-    assert targets_of("nightly") >= LANES
+def test_every_night_runs_every_suite() -> None:
+    quarters = {f"test-slow PART={part}/4" for part in (1, 2, 3, 4)}
+
+    assert {*targets_of_a_night()} >= {"test", *quarters, *OWN}
 
 
-def test_all_lanes_together_have_the_one_with_a_real_model() -> None:
+def selected(part: str) -> set[str]:
+    """Return the folders and files that `make test-slow PART=...` gives to pytest."""
+    command = ["make", "--dry-run", "--no-print-directory", "test-slow", f"PART={part}"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r" (tests/\S+)", printed.partition(' -m "slow and not gpu"')[2]))
+
+
+def test_the_four_parts_have_every_test_file_once_but_those_of_suites_with_targets_of_their_own() -> None:
+    own = set(re.findall(r"--ignore=(\S+)", subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", "test-slow"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout))  # fmt: skip
+    parts = [place for part in (1, 2, 3, 4) for place in sorted(selected(f"{part}/4"))]
+
+    def of(file: Path, places: Iterable[str]) -> list[str]:
+        return [place for place in places if file.is_relative_to(place)]
+
+    for file in (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")):
+        assert len(of(file, parts)) == 1 or of(file, own), file
+
+
+def test_all_tests_together_have_the_suite_with_a_real_model() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
 
     (recipe,) = re.findall(r"^test-all:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
@@ -70,8 +80,19 @@ def test_the_night_installs_a_vllm_for_the_real_model_where_its_lane_looks_for_o
     assert installs == [f"tools/install_vllm.sh {directory}"]
 
 
-def test_a_change_runs_the_lanes_at_hand_and_the_documentation() -> None:
-    assert {"test", "test-deep", "test-devices", "test-browser", "docs"} == targets_of("test")
+def test_a_change_runs_what_a_landing_runs() -> None:
+    (job,) = yaml.safe_load((WORKFLOWS / "test.yml").read_text(encoding="utf-8"))["jobs"].values()
+
+    assert job["steps"][-1]["run"] == ".ci/run"
+
+
+def test_every_row_of_a_landing_names_folders_of_tests_and_of_the_package() -> None:
+    rows = re.findall(r"^(\d+) (\S+) +(tests/.*)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+
+    assert 0 < len(rows) <= 15
+    for _, rooms, folders in rows:
+        assert all((ROOT / folder).is_dir() for folder in folders.split()), folders
+        assert all((ROOT / "src" / "holdfast" / room).exists() for room in rooms.split("|")), rooms
 
 
 def test_every_hook_before_a_commit_calls_what_is_there() -> None:

@@ -37,7 +37,7 @@ def test_parts_that_need_a_card_or_a_model_say_so_in_the_table(tmp_path: Path) -
     ]
 
 
-@pytest.mark.deep  # five processes that import torch, one after the other
+@pytest.mark.slow  # five processes that import torch, one after the other
 def test_a_part_that_fails_does_not_stop_the_next_and_is_named_at_the_end(tmp_path: Path) -> None:
     done = gpu_sh(tmp_path, "learning", "head", REAL_MODEL=str(tmp_path / "nowhere"))
 

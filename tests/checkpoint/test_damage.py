@@ -76,8 +76,8 @@ def load_each_damage(world: World, path: str, kind: str, count: int) -> tuple[Co
     [
         pytest.param("bit", FAST_FLIPS, id="07-bit flip in a shard or any other file"),
         pytest.param("page", FAST_PAGES, id="08-zeroed page of 4 KiB"),
-        pytest.param("bit", DEEP_FLIPS, marks=pytest.mark.deep, id="07-more flipped bits"),
-        pytest.param("page", DEEP_PAGES, marks=pytest.mark.deep, id="08-more zeroed pages"),
+        pytest.param("bit", DEEP_FLIPS, marks=pytest.mark.slow, id="07-more flipped bits"),
+        pytest.param("page", DEEP_PAGES, marks=pytest.mark.slow, id="08-more zeroed pages"),
         pytest.param("bit", FLIPS, marks=pytest.mark.slow, id="07-many flipped bits"),
         pytest.param("page", PAGES, marks=pytest.mark.slow, id="08-many zeroed pages"),
     ],

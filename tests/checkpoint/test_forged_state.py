@@ -89,7 +89,7 @@ def resume_each(world: World, values: list[dict[str, Any]]) -> list[tuple[str, s
     return found
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_refuses_a_forged_state_by_name_and_keeps_the_checkpoint(pools: Any, tmp_path: Path) -> None:
     first = tmp_path / "first"
     pools(2).run(run, values_of(first, steps=2))

@@ -123,7 +123,7 @@ def save_waited_for(world: World, storage: SlowStorage, minutes: float, slack_se
     return time.monotonic() - began
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="22-save in which one file after the other is slow")])
 def test_a_save_that_takes_longer_than_the_time_out_goes_on_while_it_moves(
     pools: Any, tmp_path: Path, ranks: int
@@ -135,7 +135,7 @@ def test_a_save_that_takes_longer_than_the_time_out_goes_on_while_it_moves(
     assert verify(str(tmp_path / "step-00000001")).step == 1
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="21-save in which nothing moves")])
 def test_a_save_in_which_nothing_moves_until_the_time_out_is_named_on_all_ranks(tmp_path: Path, ranks: int) -> None:
     ended = run_doomed(save_waited_for, ranks, SlowStorage(tmp_path, 15.0), 0.02, 3.0)

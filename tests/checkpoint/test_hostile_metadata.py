@@ -300,7 +300,7 @@ def load_each_flip(world: World, directory: str, count: int) -> tuple[Counter[st
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(50, marks=pytest.mark.deep, id="13-bit flips in .metadata, loaded by 2 ranks"),
+        pytest.param(50, marks=pytest.mark.slow, id="13-bit flips in .metadata, loaded by 2 ranks"),
         pytest.param(200, marks=pytest.mark.slow, id="13-more bit flips in .metadata, loaded by 2 ranks"),
     ],
 )

@@ -36,7 +36,7 @@ def save_with_a_late_rank(world: World, run: str) -> tuple[str, str, float]:
     return type(error).__name__, str(error), took
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_rank_that_is_late_to_a_save_is_named_and_the_next_save_is_whole(pools: Any, tmp_path: Path) -> None:
     first, second = pools(2).run(save_with_a_late_rank, str(tmp_path))
 

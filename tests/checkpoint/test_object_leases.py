@@ -94,7 +94,7 @@ def test_a_job_of_anothermachine_is_dead_when_its_lease_is_old_by_the_clock_of_t
         assert storage.names() == [SECOND]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_start_waits_for_a_lease_of_another_machine_until_it_is_renewed_or_given_back(server: dict[str, str]) -> None:
     """A store has its own clock, which no test can set back: here the lease is given back before it is stale."""
     storage = open_storage("s3://bucket/waited-for")
@@ -146,7 +146,7 @@ def take_when_told(url: str, ready: Any, answered: Any, results: Any, environmen
         results.put("refused")
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_of_jobs_that_find_the_same_dead_one_at_once_only_one_takes_over(server: dict[str, str]) -> None:
     url = "s3://bucket/raced"
     open_storage(url).put_new(FIRST, json.dumps({"machine": machine(), "pid": 4194305}).encode())
@@ -216,7 +216,7 @@ def test_objects_of_another_job_are_neither_written_over_nor_deleted(server: dic
     assert theirs.read("step-00000004/dcp/__0_0.distcp") == b"theirs"
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_an_object_of_many_parts_is_not_written_over_either(server: dict[str, str]) -> None:
     storage = open_storage("s3://bucket/parts")
     first, second = os.urandom(120 * 2**20), os.urandom(120 * 2**20)

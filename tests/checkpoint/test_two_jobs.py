@@ -280,7 +280,7 @@ def train_aloud(world: World, values: dict[str, Any], lease: Path, age_seconds: 
     return outcome, said.getvalue()
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_start_waits_for_a_job_of_another_host_that_may_be_dead_and_says_so(pools: Any, tmp_path: Path) -> None:
     lease = tmp_path / "r" / "checkpoints"
 

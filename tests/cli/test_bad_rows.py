@@ -50,7 +50,7 @@ def test_a_bad_row_in_the_middle_ends_the_run_with_its_row(
     assert "Traceback" not in done.err
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_bad_rows_are_skipped_and_counted_and_train_what_the_good_ones_train(
     warm: WarmPython, tmp_path: Path, unshuffled: dict[str, Any]
 ) -> None:

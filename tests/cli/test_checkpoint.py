@@ -205,7 +205,7 @@ def kept(place: Path, run: str = "run") -> list[int]:
     return sorted(int(path.name[5:]) for path in (place / "runs" / run / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_prune_and_path_follow_what_the_run_was_told_to_keep(
     checkpoint: Command, warm: WarmPython, place: Path
 ) -> None:

@@ -411,7 +411,7 @@ def test_exports_at_once_to_one_name_leave_one_of_them_whole(warm: WarmPython, p
     assert sorted(path.name for path in place.iterdir()) == ["out", "out.pt", "rows.jsonl", "run.yaml", "runs"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_commands_beside_a_run_that_goes_on_see_whole_checkpoints_and_delete_none(
     warm: WarmPython, checkpoint: Command, place: Path
 ) -> None:

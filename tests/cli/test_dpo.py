@@ -73,7 +73,7 @@ def test_a_run_leaves_metrics_completions_and_a_model(warm: WarmPython, tmp_path
     assert (tmp_path / "runs" / "run" / "exports" / "final" / "model.safetensors").exists()
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [
@@ -107,7 +107,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(warm: WarmPython, tmp_path: Pa
         assert [line[name] for line in steps_of(tmp_path)] == pytest.approx(expected, rel=1e-9, abs=1e-12), name
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_loss_or_another_reference(
     warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]
 ) -> None:

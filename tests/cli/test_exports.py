@@ -39,7 +39,7 @@ def stopped_later(warm: WarmPython, place: Path, **others: object) -> Done:
     return done
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_that_goes_on_renames_the_export_of_its_earlier_end_and_says_how_to_make_a_newer_one(
     warm: WarmPython, run_of_two_steps: Path, tmp_path: Path
 ) -> None:

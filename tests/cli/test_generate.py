@@ -133,7 +133,7 @@ def test_rows_are_completed_in_their_order_and_the_text_names_run_step_and_promp
     assert [line for line in done.out.splitlines() if line.startswith("---")] == ["--- add 1=", "--- a\\x1bb"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_standard_input_has_the_prompt_unless_it_is_a_terminal_or_empty(place: Path) -> None:
     command = [HOLDFAST, "generate", "runs/run", "--max-new-tokens", "9", "--json"]
 
@@ -146,7 +146,7 @@ def test_standard_input_has_the_prompt_unless_it_is_a_terminal_or_empty(place: P
     refused(Done(empty.returncode, empty.stdout, empty.stderr), "Standard input is empty", "--prompt TEXT")
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_terminal_is_not_waited_for(place: Path) -> None:
     shown, code = in_a_terminal([HOLDFAST, "generate", "runs/run"], place)
 

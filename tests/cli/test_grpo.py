@@ -143,7 +143,7 @@ def mark(event):
 """
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_resume_in_bfloat16_decodes_the_same_completions_as_a_run_without_a_stop(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
@@ -264,7 +264,7 @@ def _flip_a_reward(path: Path) -> None:
     path.write_bytes(gzip.compress("\n".join([head, json.dumps(group), *others, ""]).encode()))
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command_makes_it_again(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
@@ -301,7 +301,7 @@ def test_sigterm_in_a_long_rollout_leaves_it_between_tokens_and_the_same_command
     assert list(differences(find.one(str(ours)), find.one(str(theirs)))) == []
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_sigterm_while_rewards_are_made_ends_in_time(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
     slow = policy | {"reward": {"path": "rewards.py:slow"}, "rewards": {"batch_size": 1, "workers": 4}}
     write_run(tmp_path / "run.yaml", slow)
@@ -490,7 +490,7 @@ def test_a_run_in_which_nothing_can_be_scored_stops(warm: WarmPython, tmp_path: 
     assert "resuming from step 2" in again.out
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_an_evaluation_says_what_it_could_not_score_and_fails_if_that_is_everything(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
@@ -537,7 +537,7 @@ def test_reward_processes_that_die_on_one_rank_end_all_ranks_alike(
         assert not re.search("died without a word|failed|Traceback", said)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_rank_whose_rewards_all_hang_does_not_keep_the_others_waiting_too_long(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
@@ -558,7 +558,7 @@ def test_a_rank_whose_rewards_all_hang_does_not_keep_the_others_waiting_too_long
     assert line["timing/reward"] == pytest.approx(11.25, abs=3)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_reward_file_with_the_name_of_a_standard_module_shadows_nothing(
     holdfast: Callable[..., Done], tmp_path: Path, policy: dict[str, Any]
 ) -> None:
@@ -574,7 +574,7 @@ def test_a_reward_file_with_the_name_of_a_standard_module_shadows_nothing(
     assert line["reward"] == 0.25
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_reward_of_trl_s_form_is_told_the_step(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
     done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:told"}})
 
@@ -583,7 +583,7 @@ def test_a_reward_of_trl_s_form_is_told_the_step(warm: WarmPython, tmp_path: Pat
     assert [line["reward"] for line in lines] == pytest.approx([0, 1 / 3, 2 / 3])
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_constant_reward_trains_nothing_and_is_visible(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:

@@ -243,7 +243,7 @@ def test_a_finished_run_is_watched_in_one_frame_that_fits(tmp_path: Path, column
     assert sorted((path, path.stat().st_mtime_ns) for path in run.place.rglob("*")) == before
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_watched_to_its_end(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     write_run(tmp_path / "run.yaml", tree | {"steps": 100_000})
     live = LiveRun(tmp_path, warm=warm)

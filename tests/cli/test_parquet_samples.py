@@ -39,7 +39,7 @@ def nested(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith("rewards/")} | {"rewards": parts}
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_parquet_holds_what_the_lines_hold_after_a_kill(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     (tmp_path / "kills.py").write_text(KILLS)
     (tmp_path / "rewards.py").write_text(REWARDS)

@@ -38,7 +38,7 @@ def live(tree: dict[str, Any]) -> list[str]:
     return [str(SCRIPT), json.dumps(TINY), json.dumps(tree)]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_live_rows_and_a_live_model_train_alone_and_under_torchrun_to_the_same_numbers(
     warm: WarmPython, tmp_path: Path
 ) -> None:
@@ -109,7 +109,7 @@ def test_mistakes_in_a_tree_from_python_are_told_like_those_of_a_file() -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.deep
+@pytest.mark.slow
 def test_ten_calls_of_one_process_do_not_meet_what_earlier_ones_left(
     warm: WarmPython, tmp_path: Path, ranks: int
 ) -> None:

@@ -93,7 +93,7 @@ def test_a_run_that_somebody_copied_in_part_has_the_newest_checkpoint_that_is_th
     assert only(warm, tmp_path)["checkpoint"] == 1
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_that_goes_on_and_is_stopped_by_the_clock_is_stopped(
     warm: WarmPython, ended: Path, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_run_that_a_user_s_mistake_ended_has_the_mistake(
     assert run["checkpoint"] == 2
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_that_failed_and_was_started_again_is_done(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -163,7 +163,7 @@ def test_a_run_that_failed_and_was_started_again_is_done(
     assert only(warm, tmp_path)["state"] == "done"
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_is_running_until_all_of_it_is_killed_and_then_has_ended_without_a_word(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

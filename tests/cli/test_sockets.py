@@ -67,7 +67,7 @@ def send(listener: Listener, payload: bytes) -> socket.socket:
     return there
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_ranks_listen_on_loopback_alone_and_go_on_whatever_somebody_sends_there(
     tmp_path: Path, tree: dict[str, Any]
 ) -> None:

@@ -49,7 +49,7 @@ def write_nonsense(store: TCPStore) -> int:
     return ended
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_ten_calls_go_on_whatever_a_stranger_writes_under_other_keys_and_sends_to_the_port(
     warm: WarmPython, tmp_path: Path
 ) -> None:

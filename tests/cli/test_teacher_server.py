@@ -46,7 +46,7 @@ def losses(place: Path, name: str) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_server_that_fails_stops_the_run_and_the_same_command_goes_on(
     warm: WarmPython, tmp_path: Path, taught: dict[str, Any]
 ) -> None:

@@ -108,7 +108,7 @@ def test_code_that_lies_in_an_export_is_run_only_on_demand(
     assert target.exists(), "the code does nothing, so the test shows nothing"
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_sequences_beyond_the_positions_of_a_rotary_model_are_told_of(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

@@ -20,7 +20,7 @@ from tests.cli.warm import WarmPython
 from tests.vision import PROCESSORS, config_values
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_the_export_of_a_random_start_brings_its_image_processor(warm: WarmPython, tmp_path: Path) -> None:
     shapes = {"task": "shapes", "min_length": 1, "max_length": 2}
     tree: dict[str, Any] = {
@@ -77,7 +77,7 @@ def of_steps(folder: Path) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["reward"], line["grad_norm"]) for line in lines if "grad_norm" in line}
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_policy_that_sees_goes_on_on_one_rank_as_it_would_have_on_two(warm: WarmPython, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     for folder in (straight, broken):

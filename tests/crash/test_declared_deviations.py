@@ -44,7 +44,7 @@ def printed(world: World, values: dict[str, Any]) -> str:
     return lines.getvalue()
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_what_was_once_declared_stands_in_all_later_manifests(pools: Any, tmp_path: Path) -> None:
     frozen: dict[str, Any] = {"model": {"freeze": [r"layers\.0\."]}}
     few: dict[str, Any] = {"keep": {"last": 2}}

@@ -42,7 +42,7 @@ def drawn(seed: int) -> str:
     return f"{rank}:{step}:{chance.choice(phases)}"
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [*range(FAST), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FAST, SLOW))], ids=drawn
 )

@@ -61,7 +61,7 @@ def stop_in_a_save(job: subprocess.Popen[str], place: Path) -> tuple[int, str]:
         time.sleep(0.0005)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_in_a_save_is_named_with_its_phase_within_the_time_out(
     warm: WarmPython, tmp_path: Path, background: bool

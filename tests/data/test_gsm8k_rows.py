@@ -42,7 +42,7 @@ def test_the_trained_tokens_of_every_pair_are_its_answer(
         assert tokenizer.decode(example.tokens[~example.loss_mask]) == row["question"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_the_trained_tokens_of_every_conversation_are_its_answer(
     gsm8k: Path, rows: list[dict[str, str]], tokenizer: Any
 ) -> None:

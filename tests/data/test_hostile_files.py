@@ -76,7 +76,7 @@ def test_parquet_files_whose_footer_lies_are_read_or_refused(tmp_path: Path) -> 
     assert refused > 10
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_parquet_rows_that_unpack_to_more_than_memory_are_refused_by_the_footer(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     texts = pyarrow.table({"text": pyarrow.array([bytes(2**22)] * 272, pyarrow.large_binary())})

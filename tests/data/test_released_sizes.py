@@ -20,7 +20,7 @@ SIZES = [(480, 640), (900, 300), (64, 64)]
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.deep] if kind == "smolvlm" else []) for kind in FAMILIES]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "smolvlm" else []) for kind in FAMILIES]
 )
 def test_rows_are_what_the_processor_makes_of_the_whole_text(kind: str, tmp_path: Path) -> None:
     image_processor, tokenizer, config = parts(kind, tmp_path)

@@ -159,7 +159,7 @@ def test_adapters_beside_four_bits_are_trained_as_peft_trains_them_beside_the_ex
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_in_four_bits_resumes_on_one_rank_and_exports_what_it_computes_with(pools: Any, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
 

@@ -125,7 +125,7 @@ def run_tree(places: tuple[Path, Path], place: Path, steps: int) -> dict[str, An
     )
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_critic_goes_on_at_another_number_of_ranks(pools: Any, places: tuple[Path, Path], tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
 

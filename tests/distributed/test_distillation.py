@@ -159,7 +159,7 @@ def metrics_of(place: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_resumes_at_another_number_of_ranks_and_knows_its_teacher(
     pools: Any, student: Path, teacher: Path, tmp_path: Path
 ) -> None:

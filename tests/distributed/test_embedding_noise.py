@@ -125,7 +125,7 @@ def both(world: World, several: list[dict[str, Any]]) -> list[Any]:
     return [evaluate(world, values) for values in several]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_evaluation_has_no_noise(pools: Any, tmp_path: Path) -> None:
     sets = {"sets": {"other": {"synthetic": {"task": "sort", "rows": 40, "seed": 9}}}}
     plain = tree(str(tmp_path), evaluation=sets)
@@ -135,7 +135,7 @@ def test_evaluation_has_no_noise(pools: Any, tmp_path: Path) -> None:
     assert quiet["eval/other/loss"] == noisy["eval/other/loss"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_resume_draws_what_the_run_would_have_drawn(pools: Any, tmp_path: Path) -> None:
     noisy: Callable[..., dict[str, Any]] = lambda name, steps: values_of(  # noqa: E731
         tmp_path / name, steps=steps, dropout=False, neftune_alpha=ALPHA

@@ -155,7 +155,7 @@ def test_what_is_free_is_what_the_system_says_shared_by_the_ranks_of_a_machine()
     assert free_bytes(one_of_four) == pytest.approx(free_bytes(alone) / 4, rel=0.1)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_the_reward_rises(pools: Any, llama: Path) -> None:
     tree = settings(str(llama), steps=25, rollout={"group_size": 8, "max_new_tokens": 8}, optim={"lr": 3.0})
 

@@ -97,7 +97,7 @@ def test_steps_are_those_of_the_paper(
         assert line["sampling/sampling_logp_difference/mean"] < 1e-5
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_images_of_gemma_are_sampled_and_trained_one_sequence_a_row(
     pools: Any,
     directory: Callable[[str], Path],  # noqa: F811

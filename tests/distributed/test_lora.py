@@ -214,7 +214,7 @@ def test_bytes_of_moments_and_of_adapter_checkpoints_are_those_of_the_adapters(
     assert all(sizes[name] == 4 for name in others), "steps do not grow with the rank"
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_checkpoint_that_has_no_adapters_or_more_is_no_adapter(pools: Any, llama: Path, tmp_path: Path) -> None:
     """The embeddings of this model are tied to its head."""
     for name, lora in (("plain", None), ("more", LORA | {"train": ["embed_tokens"]})):
@@ -274,7 +274,7 @@ def test_what_is_trained_whole_beside_adapters_is_in_the_adapter_directory_and_i
         assert torch.equal(found[name.removeprefix("base_model.model.")], tensor), name
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_what_a_directory_of_adapters_alone_does_not_hold_begins_as_in_the_base(pools: Any, tmp_path: Path) -> None:
     base = tiny_directory(tmp_path / "untied", "llama", tie_word_embeddings=False)
     pools(2).run(run, saved(tmp_path, base, 1))
@@ -354,7 +354,7 @@ def test_adapters_go_on_from_a_directory_and_others_are_refused(pools: Any, llam
     assert "model.lora.alpha is 3.5, and the adapter in " in errors[0][1]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_adapters_of_another_base_are_refused_unless_they_are_asked_for(
     pools: Any, llama: Path, tmp_path: Path
 ) -> None:

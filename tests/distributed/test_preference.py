@@ -256,7 +256,7 @@ def test_evaluation_does_not_depend_on_the_split(
     assert {"eval/held/loss", "eval/held/rewards/margins", "eval/held/rewards/accuracies"} <= one.keys()
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_pairs_are_told_apart_better_and_better(pools: Any, directory: Path) -> None:
     tree = settings(str(directory), steps=30, preference={"loss": "dpo"}, optim={"lr": 0.5})
 

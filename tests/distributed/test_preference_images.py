@@ -175,7 +175,7 @@ def test_kto_puts_answers_behind_the_pictures_of_other_rows(
     assert expected["kl"][0] == 0.0 < max(expected["kl"]), "some step must have a divergence to subtract"
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_what_the_reference_said_is_kept_by_picture_and_not_by_text_alone(
     pools: Any,
     directory: Callable[[str], Path],  # noqa: F811

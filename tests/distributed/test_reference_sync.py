@@ -148,7 +148,7 @@ def straight(pools: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory) 
     return place
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_same_reference_bit_for_bit(
     pools: Any, llama: Path, straight: Path, tmp_path: Path
 ) -> None:
@@ -168,7 +168,7 @@ def test_a_stopped_run_goes_on_with_the_same_reference_bit_for_bit(
     assert all(changed.any() for changed in mixed.values())
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_it_goes_on_at_another_number_of_ranks(pools: Any, llama: Path, straight: Path, tmp_path: Path) -> None:
     pools(2).run(live_run, run_tree(llama, tmp_path, 3), ROWS)
     pools(1).run(live_run, run_tree(llama, tmp_path, 5), ROWS)
@@ -179,7 +179,7 @@ def test_it_goes_on_at_another_number_of_ranks(pools: Any, llama: Path, straight
         np.testing.assert_allclose(two[key], values, rtol=0, atol=1e-9, err_msg=key)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_another_way_to_follow_is_another_objective(pools: Any, llama: Path, straight: Path, tmp_path: Path) -> None:
     pools(2).run(live_run, run_tree(llama, tmp_path, 3), ROWS)
     before = (tmp_path / "r" / "metrics.jsonl").read_bytes()

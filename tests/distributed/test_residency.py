@@ -75,7 +75,7 @@ def test_what_rests_holds_no_memory_while_the_engine_samples_and_every_number_st
     ("section", "rest"),
     [({"optimizer": "host"}, (False, True)), ({"parameters": "host"}, (True, False))],
 )
-@pytest.mark.deep
+@pytest.mark.slow
 def test_one_of_both_can_rest_alone(
     pools: Any, llama: Path, tmp_path: Path, section: dict[str, str], rest: tuple[bool, bool]
 ) -> None:
@@ -86,7 +86,7 @@ def test_one_of_both_can_rest_alone(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("action", ["raise", "sigterm"])
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_save_in_the_middle_of_a_rollout_goes_on_bit_for_bit(
     pools: Any, llama: Path, stays: Path, tmp_path: Path, action: str
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_step_that_is_left_while_its_model_rests_is_made_again_exactly(pools: 
         assert found["sampled"] == [[(item[0], item[2]) for item in step] for step in straight]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_quantised_moments_a_critic_and_a_reference_that_follows_go_together(
     pools: Any, llama: Path, tmp_path: Path
 ) -> None:
@@ -149,7 +149,7 @@ def test_a_rank_alone_without_copies_keeps_its_parameters_and_says_so(pools: Any
     assert of_runs(tmp_path / "moves", tmp_path / "stays") == []
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_rank_alone_that_computes_from_copies_rests_too_and_has_the_numbers_of_fsdp2(
     pools: Any, llama: Path, tmp_path: Path
 ) -> None:

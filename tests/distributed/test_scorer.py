@@ -116,7 +116,7 @@ def tree(model: Path, place: Path, steps: int) -> dict[str, Any]:
     )
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_from_a_language_model_resumes_and_exports_a_model_that_grpo_scores_with(
     pools: Any, tmp_path: Path
 ) -> None:
@@ -195,7 +195,7 @@ def test_adapters_of_a_reward_model_are_trained_as_peft_trains_them(pools: Any, 
     assert "score.weight" in gradients[0]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_adapters_of_a_reward_model_resume_export_merged_and_alone_and_start_another_run(
     pools: Any, tmp_path: Path
 ) -> None:

@@ -274,7 +274,7 @@ def test_a_step_that_is_left_while_it_is_sampled_is_made_again_with_the_same_rew
         np.testing.assert_allclose(*([line["reward"] for line in lines] for lines in (ours, theirs)), atol=1e-5)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_reward_model_in_another_place(
     pools: Any, both: tuple[Path, Path], tmp_path: Path
 ) -> None:

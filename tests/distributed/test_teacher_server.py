@@ -231,7 +231,7 @@ def test_every_batch_asks_whether_the_model_is_still_the_same_also_one_without_t
     assert len(server.asked()) - before == OF_START + 1
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_teacher_at_another_address(
     pools: Any, student: Path, server: Served, tmp_path: Path
 ) -> None:
@@ -248,7 +248,7 @@ def test_a_run_goes_on_with_its_teacher_at_another_address(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("other", ["in memory", "under another name"])
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_teacher_unless_that_is_declared(  # noqa: PLR0913, PLR0917 - a case's parts
     pools: Any, student: Path, teacher: Path, server: Served, tmp_path: Path, other: str
 ) -> None:

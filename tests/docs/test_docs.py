@@ -104,7 +104,7 @@ def test_links_that_lead_somewhere_are_passed_over(tmp_path: Path) -> None:
     assert tool("links.py", str(tmp_path)) == (0, "")
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_reference_page_that_differs_from_the_code_is_refused(tmp_path: Path) -> None:
     written = tool("reference.py", cwd=tmp_path)
     same = tool("reference.py", "--check", cwd=tmp_path)

@@ -94,7 +94,7 @@ def test_a_demo_of_few_steps_kills_resumes_verifies_and_exports(warm: WarmPython
     assert (launch["ranks"], launch["device"]) == (2, device_for(cuda_devices())[0])
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # two whole runs, on cores that other tests share
 def test_the_demo_does_what_it_says(tmp_path: Path) -> None:
     check_whole(tmp_path, 0)

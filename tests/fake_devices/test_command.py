@@ -19,7 +19,7 @@ from tests.fake_devices.conftest import ROOT, needs_guard
 from tests.features.vllm.served import AHEAD, served_tree
 from tests.models.architectures import settings_of
 
-pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
 
 
 def plan(file: Path, *options: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from tests.fake_devices.conftest import child
 from tests.fake_devices.measure import peaks, resume_peak
 from tests.training.cases import run
 
-pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
 
 WIDE: dict[str, Any] = {
     "model_type": "llama",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fake_devices.conftest import child, needs_guard
 
-pytestmark = [pytest.mark.devices, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(1800)]
 
 UPDATE = "sums and gradient norm of an update"
 LATE = ["started", "started", UPDATE, "read", UPDATE, "read"]

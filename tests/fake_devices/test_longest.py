@@ -10,7 +10,7 @@ import pytest
 from tests.fake_devices.conftest import needs_guard
 from tests.fake_devices.test_command import plan, run_file, without_news
 
-pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
 
 TIGHT = ("--ranks", "2", "--memory", "2200MiB")
 """The stated allowance leaves about 480 MiB to tensors."""

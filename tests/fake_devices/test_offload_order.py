@@ -9,7 +9,7 @@ import pytest
 from tests.fake_devices.conftest import child, needs_guard
 from tests.fake_devices.offload_order import FAULTS, KINDS
 
-pytestmark = [pytest.mark.devices, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(600)]
 
 SEEDS = range(12)
 PRODUCT, TO_HOST, TO_DEVICE = "product by 0", "to the host by 2", "to the device by 2"

@@ -10,7 +10,7 @@ import pytest
 from tests.fake_devices.conftest import executed, needs_guard
 from tests.fake_devices.parts import SHAPES, by_hand, resumed_by_hand
 
-pytestmark = [pytest.mark.devices, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(1800)]
 
 TOLERANCE = 0.02
 

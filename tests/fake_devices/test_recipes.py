@@ -9,7 +9,7 @@ import pytest
 from tests.fake_devices.conftest import child, needs_guard
 from tests.fake_devices.expected import RECIPES, command_of, table_of
 
-pytestmark = [pytest.mark.devices, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(1800)]
 
 
 @pytest.mark.cases("all")

@@ -13,7 +13,7 @@ from holdfast.features.plan.records import Execution, RankSpec
 from tests.training.cases import run, tree
 from tests.trees import run_from_mapping
 
-pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
 
 WITHIN = 0.01
 MODEL = tree("")["model"]["config"] | {"hidden_size": 256, "intermediate_size": 512}

@@ -83,7 +83,7 @@ def test_a_write_that_fails_for_good_names_the_file_and_leaves_no_part_of_a_line
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["events.jsonl", "metrics.jsonl"])
 def test_a_whole_run_whose_writes_fail_for_a_while_loses_no_line(tmp_path: Path, file: str) -> None:
     """Two writes in a row get EIO from the system itself, as strace has it answer."""

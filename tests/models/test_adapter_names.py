@@ -106,7 +106,7 @@ def test_two_adapters_in_one_file_are_refused_by_name(tmp_path: Path) -> None:
         filled(base, lora=LORA | {"path": str(adapter)})
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_training_goes_on_from_an_adapter_of_peft_and_peft_reads_the_export(pools: Any, tmp_path: Path) -> None:
     """Longer than three seconds: two runs, on two ranks and on one."""
     _, _, adapter = saved_by_peft(tmp_path)

@@ -134,7 +134,7 @@ def test_a_revision_is_the_model_s_and_no_other_repository_s(found: dict[str, An
     assert found["tokenizer beside a revision"] == found["tokenizer alone"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_what_was_downloaded_once_is_not_downloaded_again(hub: Hub, home: Path, found: dict[str, Any]) -> None:
     assert hub.fetched.count("lab/tiny/model.safetensors") == 2  # two revisions
 
@@ -152,7 +152,7 @@ def test_a_missing_name_and_a_missing_revision_are_one_paragraph_each(found: dic
     assert "at revision v9" in found["missing revision"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_one_paragraph(tmp_path: Path) -> None:
     found = run({"it": case("blueprint", path="lab/tiny")}, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
 

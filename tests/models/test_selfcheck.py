@@ -183,7 +183,7 @@ def test_layers_are_counted_under_whatever_name(kind: str, field: str) -> None:
     assert result.difference < 2e-5
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 8.0, 40.0])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_limits_leave_room_for_deep_models_and_peaked_logits(kind: str, scale: float) -> None:

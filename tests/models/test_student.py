@@ -189,7 +189,7 @@ CHUNK_KB = 128 * 32_000 * 4 / 1024
 HEAD_KB = 32_000 * 32 * 4 / 1024
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_the_logits_of_a_whole_sequence_are_never_in_memory() -> None:
     """Two chunks of logits (in float32 the third, the copy for the product, is the logits themselves)."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}

@@ -23,7 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave these to `make test-real`."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker("real")
             item.add_marker("slow")
             item.add_marker(pytest.mark.timeout(1200))
             if not (Path(REAL or "nowhere") / "config.json").is_file():

@@ -457,7 +457,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_reaped_is_left_behind(start: Start, tmp_path: Path) -> None:
     """A process that another one traces, and does not wait for, stays after SIGKILL, as one in a hung system call."""
     pool = start("""
@@ -510,7 +510,7 @@ def test_a_supervisor_that_is_stopped_ends_the_run_with_a_sentence(tmp_path: Pat
         assert not is_alive(supervisor)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_slow_reward_is_not_taken_for_a_hung_supervisor(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("import time\ndef reward(completion): time.sleep(5); return 1\n")
     with RewardPool([user()], RewardPoolConfig(workers=1), tmp_path, tmp_path, silent_seconds=2.5) as pool:

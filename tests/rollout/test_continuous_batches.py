@@ -59,7 +59,7 @@ _KINDS = ["qwen3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "qwen2"]
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_requests_of_drawn_lengths_give_together_what_each_gives_alone(kind: str, count: int) -> None:
     model, sampling = reference(kind, max_position_embeddings=128), SamplingConfig(max_new_tokens=30, temperature=1.2)
     asked = drawn_requests(count, longest=40)

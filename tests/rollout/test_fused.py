@@ -47,7 +47,7 @@ def asked(rows: int) -> list[Request]:
     return [Request(0, np.arange(2, 9), tuple(range(rows)))]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "mixtral"])
 def test_compiled_layers_draw_what_layers_draw(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     model, compiler = reference(kind), Counting()
@@ -60,7 +60,7 @@ def test_compiled_layers_draw_what_layers_draw(kind: str, capsys: pytest.Capture
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_any_number_of_rows_and_layers_needs_few_programs() -> None:
     model, compiler = reference("qwen3", num_hidden_layers=4, layer_types=["full_attention"] * 4), Counting()
     engine = fused_engine(model, compiler)
@@ -71,7 +71,7 @@ def test_any_number_of_rows_and_layers_needs_few_programs() -> None:
     assert 0 < compiler.programs <= 12
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_weights_that_change_between_rollouts_are_seen() -> None:
     model, changed = reference("qwen3"), reference("qwen3")
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_cuda_graphs_of_compiled_layers_draw_what_the_cpu_draws(kind: str, capsy
     assert capsys.readouterr().out == "", "graphs or compiled layers were given up"
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "lfm2", "qwen3_next"])
 def test_compiled_layers_read_blocks_in_place_and_keep_states_of_rows(
     kind: str, capsys: pytest.CaptureFixture[str]

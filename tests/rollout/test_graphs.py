@@ -118,7 +118,7 @@ def test_single_precision_draws_the_same_tokens(kind: str) -> None:
     assert not [name for name in recorder.operations if any(word in name for word in ASKS_THE_HOST)]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_rows_move_to_another_bucket_as_they_end_and_arrive() -> None:
     model, asked, recorder = reference("qwen3"), requests(9, shortest=1), Program()
     sampling = SamplingConfig(max_new_tokens=90)

@@ -45,7 +45,7 @@ def test_log_probabilities_are_those_of_a_forward_pass_over_the_whole(kind: str)
 
 
 @pytest.mark.parametrize("kind", DECODED)
-@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_requests_of_drawn_lengths_give_together_what_each_gives_alone(kind: str, count: int) -> None:
     model, asked = hybrid(kind), drawn_requests(count, longest=40)
 

@@ -70,7 +70,7 @@ def test_averages_do_not_change_what_is_trained(pools: Any, straight: Path, tmp_
     assert log_of(tmp_path) == log_of(straight)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_same_averages_bit_for_bit(pools: Any, straight: Path, tmp_path: Path) -> None:
     for steps in (2, 4):
         pools(2).run(run, values(tmp_path, steps=steps, start_step=1))
@@ -78,7 +78,7 @@ def test_a_stopped_run_goes_on_with_the_same_averages_bit_for_bit(pools: Any, st
     assert state_differences(tmp_path, straight) == []
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_averages_of_two_ranks_go_on_at_other_numbers_of_ranks(pools: Any, tmp_path: Path, ranks: int) -> None:
     pools(2).run(run, values(tmp_path, steps=2))

@@ -135,7 +135,7 @@ def ranks_of(folder: Path, *, blocked: int | None) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(started, told, strict=True)]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_with_a_rank_that_blocks_sigterm_is_refused_before_step_1(tmp_path: Path) -> None:
     write(tmp_path)
 

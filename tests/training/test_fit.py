@@ -181,7 +181,7 @@ def test_each_source_has_a_loss_of_its_own(pools: Any, tmp_path: Path) -> None:
     assert one.metrics["nll/sort"] != pytest.approx(one.metrics["nll/add"], rel=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_completions_are_graded_and_written(pools: Any, tmp_path: Path, ranks: int) -> None:
     held_out = {"synthetic": {"task": "sort", "rows": 8, "seed": 0, "min_length": 2, "max_length": 2}}
     values = tree(

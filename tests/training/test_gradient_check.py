@@ -89,7 +89,7 @@ def test_every_architecture_passes(pools: Any, dtype: str) -> None:
     assert refused == {}
 
 
-@pytest.mark.parametrize("name", [n if n == "small head" else pytest.param(n, marks=pytest.mark.deep) for n in PLANTED])
+@pytest.mark.parametrize("name", [n if n == "small head" else pytest.param(n, marks=pytest.mark.slow) for n in PLANTED])
 def test_a_hundredth_too_much_is_named_in_every_parameter_of_float32(pools: Any, name: str) -> None:
     (rank,) = pools(1).run(unnamed, *PLANTED[name], 1.01)
 
@@ -99,7 +99,7 @@ def test_a_hundredth_too_much_is_named_in_every_parameter_of_float32(pools: Any,
     assert rank["missed"] == {"no angles": KEYS_WITHOUT_ANGLES}.get(name, zero)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "factor"), [("small head", 1.2), ("small head", -1.0), ("tied", -1.0), ("experts", 1.2)]
 )
@@ -112,7 +112,7 @@ def test_in_bfloat16_a_fifth_too_much_and_a_wrong_sign_are_named(pools: Any, nam
     assert rank["missed"] == []
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_two_ranks_name_the_parameter_whose_shards_are_wrong(pools: Any) -> None:
     for rank in pools(2).run(unnamed, *PLANTED["small head"], 1.01):
         assert rank["sound"] == ""
@@ -126,7 +126,7 @@ def test_what_is_rounding_alone_refuses_no_model(pools: Any, dtype: str) -> None
     assert refused == []
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_sound_models_with_large_and_small_weights_pass(pools: Any, dtype: str, recompute: str) -> None:

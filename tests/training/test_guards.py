@@ -219,7 +219,7 @@ def test_a_best_export_that_failed_is_no_best_one(pools: Any, tmp_path: Path) ->
     assert all(torch.equal(tensor, second.read(f"model.{name}")) for name, tensor in exported.items())
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_best_export_of_steps_that_were_lost_is_replaced_by_a_better_one_alone(pools: Any, tmp_path: Path) -> None:
     """The rate rises to 0.003 at step 3, which no checkpoint holds; the second start comes to 0.0024 there."""
     best = {"metric": "learning_rate", "mode": "max"}

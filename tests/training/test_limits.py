@@ -132,7 +132,7 @@ def test_a_dry_run_that_fails_leaves_nothing(pools: Any, tmp_path: Path) -> None
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_dry_run_leaves_the_place_of_a_real_run_s_checkpoints_alone(pools: Any, tmp_path: Path) -> None:
     store = tmp_path / "store"
     values = tree(str(tmp_path / "runs"), checkpoint={"storage": str(store)})

@@ -91,7 +91,7 @@ def test_a_resumed_run_is_the_straight_run_bit_for_bit(pools: Any, tmp_path: Pat
     assert len(set(routed[0])) == 4
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(pools: Any, tmp_path: Path, mixtral: str) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     pools(1).run(run, values_of(straight, mixtral, 4))

@@ -51,7 +51,7 @@ def told_by(world: World, values: dict[str, Any]) -> str:
     return said.getvalue()
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_with_groups_goes_on_bit_for_bit_and_says_when_groups_changed(pools: Any, tmp_path: Path) -> None:
     constant = optim(schedule="constant", groups=GROUPS)
     for name, stops in {"straight": [6], "resumed": [3, 6]}.items():

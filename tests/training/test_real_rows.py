@@ -144,7 +144,7 @@ def test_the_trained_tokens_of_packed_rows_are_exactly_the_answers(
 
 
 @pytest.mark.parametrize(
-    "shape", [pytest.param("messages", marks=pytest.mark.deep), pytest.param("columns", marks=pytest.mark.slow)]
+    "shape", [pytest.param("messages", marks=pytest.mark.slow), pytest.param("columns", marks=pytest.mark.slow)]
 )
 def test_the_loss_on_real_rows_falls_by_a_quarter_in_30_steps(
     pools: Any, tmp_path: Path, model: Path, shapes: dict[str, Any], shape: str

@@ -84,7 +84,7 @@ def straight(place: Path, pools: Any, tmp_path_factory: pytest.TempPathFactory) 
     return runs
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_saved_on_two_ranks_goes_on_on_one(place: Path, straight: Path, pools: Any, tmp_path: Path) -> None:
     pools(2).run(run, tree(place, tmp_path, 2), str(place))
     pools(1).run(run, tree(place, tmp_path, 4), str(place))

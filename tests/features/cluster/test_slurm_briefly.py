@@ -10,7 +10,7 @@ from tests.features.cluster.jobs import ENDED, await_step, events, saved_steps, 
 from tests.features.cluster.slurm import missing_programs, slurm
 
 pytestmark = [
-    pytest.mark.deep,
+    pytest.mark.slow,
     pytest.mark.skipif(
         bool(missing_programs()), reason="Slurm is not installed here: tools/install_slurm.sh installs it"
     ),

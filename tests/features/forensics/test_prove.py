@@ -139,7 +139,7 @@ def test_a_run_whose_environment_keeps_time_is_proved_from_what_it_recorded(
     assert done.out.splitlines()[-1] == "identical"
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path: Path, staleness: int) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
@@ -203,7 +203,7 @@ def test_an_advantage_that_nothing_records_is_refused_where_an_environment_keeps
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_proof_keeps_out_of_the_run_s_own_checkpoints(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     done = prove(
         warm, tmp_path, tree | {"checkpoint": {"storage": str(tmp_path / "store")}}, "--steps", "4", "--kill-at", "3"

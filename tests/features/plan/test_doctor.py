@@ -84,7 +84,7 @@ def by_name(findings: list[dict[str, str]], name: str) -> tuple[str, str]:
     return finding["grade"], finding["text"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_sound_run_is_ok_and_nothing_is_left(capsys: Any, place: Path) -> None:
     path = written(place)
     before = sorted(place.rglob("*"))
@@ -170,7 +170,7 @@ def test_more_ranks_than_rows_is_a_warning(capsys: Any, place: Path) -> None:
     assert "fewer than 3 ranks: 1 have nothing to do" in text
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_fails_with_what_to_turn(capsys: Any, place: Path) -> None:
     large = {**MODEL["config"], "hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 4}
     path = written(place, model={**MODEL, "config": large})
@@ -364,7 +364,7 @@ def test_a_check_that_is_not_there_is_refused_with_those_that_are(capsys: Any, p
         looked(capsys, written(place), only="reward")
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_model_that_an_earlier_run_would_write_is_missing_once(capsys: Any, place: Path) -> None:
     path = written(place, model={"path": "runs/first/exports/final"})
 

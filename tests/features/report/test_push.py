@@ -105,7 +105,7 @@ def test_no_request_carries_what_must_stay(hub: Hub, export: Path) -> None:
     assert not any(asked.authorization for asked in hub.asked if asked.path.startswith("/upload"))
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_second_push_sends_nothing(hub: Hub, export: Path) -> None:
     push(hub, export)
     before = len(hub.asked)
@@ -117,7 +117,7 @@ def test_a_second_push_sends_nothing(hub: Hub, export: Path) -> None:
     assert [asked.method for asked in hub.asked[before:]] == ["GET"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_other_contents_are_replaced_only_by_a_word(hub: Hub, export: Path) -> None:
     hub.add("me/tiny", {"README.md": b"theirs", "notes.txt": b"stay"})
 
@@ -133,7 +133,7 @@ def test_other_contents_are_replaced_only_by_a_word(hub: Hub, export: Path) -> N
     assert hub.files("me/tiny")["notes.txt"] == b"stay"
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_public_repository_is_written_only_by_a_word(hub: Hub, export: Path) -> None:
     hub.add("me/tiny", {}, private=False)
 
@@ -175,7 +175,7 @@ def test_what_arrived_wrong_is_told(hub: Hub, export: Path) -> None:
     assert "does not hold what was sent: model.safetensors differ by size or hash" in done.err
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_changed_weights_and_other_directories_are_refused_before_anything_is_asked(hub: Hub, export: Path) -> None:
     (export / "model.safetensors").write_bytes(WEIGHTS[:-1] + b"x")
     (export.parent / "other").mkdir()
@@ -197,7 +197,7 @@ def test_an_export_that_is_not_there_is_told_with_the_run_that_would_write_it(hu
     assert hub.asked == []
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_hub_that_is_not_there_is_one_paragraph(export: Path) -> None:
     with serving() as hub:
         pass

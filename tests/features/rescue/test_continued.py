@@ -48,7 +48,7 @@ def of_verb(folder: Path, tokens: Path, verb: str) -> Path:
     return file
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["dpo", "grpo"])
 def test_a_run_of_another_verb_continues_what_was_imported(
     fixtures: Path, tokens: Path, verb: str, warm: WarmPython, tmp_path: Path
@@ -63,7 +63,7 @@ def test_a_run_of_another_verb_continues_what_was_imported(
     assert "done after step 4" in printed
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_weights_alone_are_continued_as_what_they_are(
     fixtures: Path, tokens: Path, warm: WarmPython, tmp_path: Path
 ) -> None:

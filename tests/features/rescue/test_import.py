@@ -219,7 +219,7 @@ def test_the_pass_of_a_loader_that_counts_rows_follows_from_the_step(
     assert (tmp_path / f"runs/rescued/checkpoints/step-{step:08d}").is_dir()
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_adapters_that_were_saved_alone_go_on_beside_the_base_of_the_run(
     fixtures: Path, tokens: Path, warm: WarmPython, tmp_path: Path
 ) -> None:

@@ -124,7 +124,7 @@ def test_no_damage_of_a_fixture_is_silent(fixtures: Path, name: str, tmp_path: P
     assert silent_mutations(copied(fixtures, name, tmp_path), range(first, first + EACH), EACH) == []
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES_BESIDE)
 def test_no_damage_of_a_larger_checkpoint_is_silent(name: str, tmp_path: Path) -> None:
     if not (BESIDE / name).is_dir():

@@ -85,7 +85,7 @@ def killed_in_save(script: str, folder: Path, step: str, *words: str) -> Path:
             rank.communicate()
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trainer", pytest.param("trl", marks=pytest.mark.slow)])
 def test_a_trainer_killed_in_a_save_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
     flags = ("wide",) if kind == "trainer" else ("wide", "trl")
@@ -100,7 +100,7 @@ def test_a_trainer_killed_in_a_save_continues_bit_for_bit(kind: str, tmp_path: P
     assert resumed["there"] == straight["there"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_trainer_without_the_plug_in_resumes_as_before(tmp_path: Path) -> None:
     straight = result_of("trainer_script.py", str(tmp_path), "plain")
     for file in (tmp_path / "checkpoint-6").iterdir():
@@ -115,7 +115,7 @@ def test_a_trainer_without_the_plug_in_resumes_as_before(tmp_path: Path) -> None
     assert resumed["lines"] == straight["lines"][4:]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_the_best_model_of_files_that_are_not_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
     outputs = [rank.communicate(timeout=240)[0] for rank in started("trainer_script.py", str(tmp_path), "best")]
 

@@ -55,7 +55,7 @@ def test_completions_behind_a_push_that_fails_its_proof_are_not_saved(tmp_path: 
     assert len(ahead_of(tmp_path, step)) < 8
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_averages_that_are_evaluated_sample_nothing_that_is_trained_on(tmp_path: Path) -> None:
     served = ServedModel(seconds=0.6)
     with serving(served) as url:

@@ -228,7 +228,7 @@ def test_completions_of_all_ranks_are_trained_at_another_number_of_ranks(tmp_pat
     assert all(versions == [[0, 1 if number in finished else 2]] for number, versions in trained.items())
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_prompts_are_drawn_again_where_groups_of_the_next_step_teach_nothing(tmp_path: Path) -> None:
     served = ServedModel()
     with serving(served) as url:
@@ -245,7 +245,7 @@ def test_prompts_are_drawn_again_where_groups_of_the_next_step_teach_nothing(tmp
     assert ages == {0, 1}  # those drawn again are of the present weights
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_completions_of_two_policies_tell_where_one_ends(tmp_path: Path) -> None:
     served = ServedModel(seconds=1.5)
     (tmp_path / "paced.py").write_text(
@@ -265,7 +265,7 @@ def test_completions_of_two_policies_tell_where_one_ends(tmp_path: Path) -> None
     assert all(0 < each[1][0] < 6 for each in segments)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_the_rehearsal_counts_what_is_sampled_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = []
     for staleness in (0, 1):

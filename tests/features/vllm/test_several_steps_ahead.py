@@ -171,7 +171,7 @@ def test_a_push_meets_completions_that_go_on_or_are_sampled_again(tmp_path: Path
     assert all(ages(tmp_path, step) <= set(range(4)) for step in (1, 2, 3, 4))
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_server_that_dies_with_completions_of_three_steps_loses_none(tmp_path: Path) -> None:
     dead = threading.Event()
 
@@ -200,7 +200,7 @@ def test_prompts_that_are_drawn_again_have_no_place_between_steps_ahead() -> Non
         from_mapping(tree, GRPOConfig)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_twenty_kills_lose_no_completion_and_train_none_twice(warm: WarmPython, tmp_path: Path) -> None:
     """A run of 12 steps is killed at 20 events of its server, drawn by a seed, and started again each time."""
     draw, steps = random.Random(39), 12

@@ -40,7 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave these to `make test-vllm`, and let those with servers of their own run before the session's two start."""
     own = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in own:
-        item.add_marker("vllm")
         item.add_marker("slow")
         item.add_marker(pytest.mark.timeout(1200))
         if not PYTHON:
