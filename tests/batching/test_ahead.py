@@ -194,6 +194,7 @@ del left
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_in_order_after_a_run_that_nobody_closed() -> None:
     """Where the thread let go of tensors while Python shuts down, it would be ended within a destructor of C++."""
     ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -79,6 +79,7 @@ def test_a_mixture_without_a_shuffle_is_spread_evenly() -> None:
     assert rows(order, 0, 8) == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (0, 4), (1, 1), (0, 5)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.lists(st.floats(1e-9, 1e9), min_size=2, max_size=12), SEEDS, st.integers(0, 2), st.booleans())
 def test_a_deck_has_the_exact_proportions(weights: list[float], seed: int, deck: int, shuffle: bool) -> None:

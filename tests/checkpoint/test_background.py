@@ -193,6 +193,7 @@ print("saved", session.collect().manifest.step)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(1, id="47-script without a main guard")])
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path, step: int) -> None:
     (tmp_path / "loop.py").write_text(SCRIPT)

@@ -71,6 +71,7 @@ def load_each_damage(world: World, path: str, kind: str, count: int) -> tuple[Co
     return found, contents(toy, optimizer) == before
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "count"),
     [

@@ -244,6 +244,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_mib", [pytest.param(64, id="13-.metadata that asks for gigabytes")])
 def test_a_damaged_metadata_that_asks_for_gigabytes_gets_none(saved: Path, tmp_path: Path, limit_mib: int) -> None:
     data = (saved / "dcp/.metadata").read_bytes()

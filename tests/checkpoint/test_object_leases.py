@@ -291,6 +291,7 @@ def overtake(world: World, values: dict[str, Any], variables: dict[str, str]) ->
     return train(replace(world, failure=channel) if world.is_first else world, values)
 
 
+@pytest.mark.slow
 def test_a_run_whose_place_is_taken_over_while_it_saves_does_not_publish(
     pools: Any, server: dict[str, str], tmp_path: Path
 ) -> None:

@@ -175,6 +175,7 @@ def save_two_and_choose(world: World, url: str, variables: dict[str, str]) -> tu
     return choice.message, storage.names(), verify(f"{url}/step-00000002").step
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_in_a_store_makes_room_for_the_step_that_is_made_again(
     pools: Any, server: dict[str, str]
 ) -> None:

@@ -16,6 +16,7 @@ from tests.cli.warm import WarmPython
 NO_GRADIENT = "the gradient has been exactly zero for 5 steps, and no weight has moved."
 
 
+@pytest.mark.slow
 def test_a_dead_model_is_told_on_the_screen_in_files_and_on_the_page(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

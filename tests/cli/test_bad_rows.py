@@ -97,6 +97,7 @@ def take(row):
 """
 
 
+@pytest.mark.slow
 def test_a_filter_that_hangs_is_named_and_the_last_whole_step_is_saved(  # two starts, and a wait of three seconds
     warm: WarmPython, tmp_path: Path, unshuffled: dict[str, Any]
 ) -> None:

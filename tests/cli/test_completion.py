@@ -67,6 +67,7 @@ def home_with_completion(shell: str, home: Path) -> Path:
     return home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_an_installed_completion_knows_commands_options_and_files(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:

@@ -60,6 +60,7 @@ def check_start(directory: Path, tree: dict[str, Any], seconds: float, variables
         assert not list(directory.glob("runs/.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", moments(0, MOMENTS))
 def test_ctrl_c_at_any_moment_of_a_start(tmp_path: Path, tree: dict[str, Any], seconds: float) -> None:
     check_start(tmp_path, tree, seconds, {})

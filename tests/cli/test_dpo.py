@@ -136,6 +136,7 @@ def test_a_run_does_not_go_on_with_another_loss_or_another_reference(
     assert "was made with other things than this run has (model: model.path)" in other_model.err
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_user_s_own_trains(warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]) -> None:
     (tmp_path / "loss.py").write_text(LOSS)
     section = {"kind": "path", "path": "loss.py:hinge", "kwargs": {"margin": 1.0}, "needs_reference": False}

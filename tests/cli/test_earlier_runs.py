@@ -24,7 +24,7 @@ MASKED = ("timing/", "time", "throughput/", "memory/", "seconds")
 """Parts of the names of metrics that are other in every run."""
 
 
-@pytest.mark.cases("all")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_what_a_release_wrote_is_verified_exported_and_continued(warm: WarmPython, tmp_path: Path, name: str) -> None:
     verb = name.partition("-")[0]

@@ -13,7 +13,7 @@ from tests.cli.fixtures import HOLDFAST, TINY, write_rows, write_run
 from tests.cli.warm import WarmPython, run_and_list_imports
 
 
-@pytest.mark.cases("all")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("verb", "change", "message"),
     [

@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.cases("all")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_keeps_an_episode_from_beginning_is_one_paragraph(
     name: str, warm: WarmPython, tmp_path: Path, tree: dict[str, Any]

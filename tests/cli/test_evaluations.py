@@ -18,6 +18,7 @@ from tests.cli.warm import WarmPython
 COMMAND = ("-m", "holdfast.cli.main")
 
 
+@pytest.mark.slow
 def test_every_model_and_step_has_a_directory_with_its_numbers(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -60,6 +61,7 @@ def test_every_model_and_step_has_a_directory_with_its_numbers(
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_any_model_is_evaluated_on_rows_without_a_file_of_a_run(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

@@ -25,6 +25,7 @@ import bitsandbytes, torchao  # as transformers and peft do somewhere
 """
 
 
+@pytest.mark.slow
 def test_a_script_sees_a_short_manifest_and_no_talk_of_other_packages(trained: Path) -> None:
     done = run([sys.executable, "-c", SCRIPT, of_step(2)], cwd=trained)
 
@@ -46,7 +47,7 @@ def test_a_run_dir_that_cannot_be_made_is_a_users_error(tmp_path: Path, tree: di
         holdfast.sft(tree | changed)
 
 
-@pytest.mark.cases("all")
+@pytest.mark.slow
 def test_commands_say_nothing_of_other_packages(trained: Path, tmp_path: Path) -> None:
     """In processes of their own: what other packages say when they are imported is said once in a process."""
     rows = tmp_path / "rows.jsonl"

@@ -188,6 +188,7 @@ def test_a_plain_directory_is_completed_as_transformers_does(warm: WarmPython, p
     assert shown.out.splitlines()[0] == "plain: no export of a run"
 
 
+@pytest.mark.slow
 def test_a_name_on_the_hub_is_completed_as_transformers_does(place: Path) -> None:
     environment = os.environ | in_a_hub_cache(plain_model(place), place / "cache")
     command = [HOLDFAST, "generate", "owner/plain", "--prompt", "add 3=", "--max-new-tokens", "9", "--json"]

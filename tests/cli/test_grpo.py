@@ -93,6 +93,7 @@ def grpo(warm: WarmPython, place: Path, tree: dict[str, Any], *overrides: str) -
     return warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", *overrides, cwd=place)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_metrics_samples_and_a_model(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
     evaluation = {"sets": {"held_out": {"path": "rows.jsonl"}}, "per_prompt": 4, "sampling": {"temperature": 1.0}}
 
@@ -211,6 +212,7 @@ def test_the_proof_holds_for_rollouts(
     assert done.out.splitlines()[-1] == "identical"
 
 
+@pytest.mark.slow
 def test_a_recorded_step_is_reproduced_by_one_process_and_a_changed_one_is_not(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
@@ -416,7 +418,7 @@ def test_what_cannot_work_is_one_paragraph_and_nothing_is_left(
     assert not (tmp_path / "runs" / "run").exists()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "fault"), [("broken", "reward/error"), ("words", "reward/error"), ("hangs", "reward/timeout")]
 )
@@ -465,6 +467,7 @@ def test_a_batched_reward_that_returns_one_value_for_all_later_is_a_fault_of_the
     assert "warning: reward shared_later returned 1 value for 8 completions; a batched reward" in done.out
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nothing_can_be_scored_stops(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
     done = grpo(warm, tmp_path, policy | {"steps": 5, "reward": {"path": "rewards.py:broken"}})
 

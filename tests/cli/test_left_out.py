@@ -79,6 +79,7 @@ def policy(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_no_argument_of_user_code_leaves_a_run_and_the_run_goes_on(
     warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
 ) -> None:

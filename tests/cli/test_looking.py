@@ -33,6 +33,7 @@ from tests.features.trackers.test_secrets import SECRETS, planted
 COMMAND = ("-m", "holdfast.cli.main", "sft", "run.yaml")
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_page_and_a_run_that_had_nothing_to_do_leaves_it(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_stopped_run_has_its_page_before_the_command_ends(
     assert [mark[1] for mark in drawn["marks"]["stopped"]] == ["stopped: stopped by SIGTERM"]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_stands_on_the_page(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     write_run(tmp_path / "run.yaml", tree | {"steps": 100_000})
     live = LiveRun(tmp_path, warm=warm)
@@ -95,6 +97,7 @@ def test_a_killed_rank_stands_on_the_page(warm: WarmPython, tmp_path: Path, tree
     assert words.startswith("Rank 1 was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_page_that_takes_too_long_is_left_out_and_the_exit_code_stays(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; import holdfast.patience as p; from dataclasses import replace\n"

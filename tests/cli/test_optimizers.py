@@ -35,6 +35,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert done.out.splitlines()[-1] == "identical"
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_optimizer_file(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

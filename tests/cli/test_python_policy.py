@@ -35,6 +35,7 @@ def settings(name: str, **sections: Any) -> dict[str, Any]:
     } | sections
 
 
+@pytest.mark.slow
 def test_live_rewards_train_alone_and_under_torchrun_to_the_same_numbers(warm: WarmPython, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]
     script = [str(SCRIPT), json.dumps(TINY)]
@@ -67,6 +68,7 @@ def test_the_recorded_tree_names_live_rewards_and_is_valid(warm: WarmPython, tmp
     assert [section.label for section in from_mapping(recorded, GRPOConfig).reward] == ["even", "half"]
 
 
+@pytest.mark.slow
 def test_an_alarm_goes_to_the_screen_and_to_the_events_unless_it_is_turned_off(
     warm: WarmPython, tmp_path: Path
 ) -> None:

@@ -164,6 +164,7 @@ def test_two_ranks_go_back_together(warm: WarmPython, straight: Path, place: Pat
     assert steps_in(place, ".later-step-") == [4, 5, 6]
 
 
+@pytest.mark.slow
 def test_without_the_key_a_run_forgets_that_it_went_back_and_may_do_so_again(
     warm: WarmPython, straight: Path, place: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_under_another_name_it_is_a_branch_and_the_original_stays(
     assert any(f"a branch of run {other}" in words for words in manifest.deviations)
 
 
+@pytest.mark.slow
 def test_a_branch_started_once_without_the_key_goes_on_by_its_own_command(warm: WarmPython, place: Path) -> None:
     words = ["run.name=branch", f"checkpoint.resume.from={CHECKPOINTS}/step-00000003"]
 

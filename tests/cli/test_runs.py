@@ -215,6 +215,7 @@ def test_a_report_that_a_killed_launcher_left_says_why_a_run_failed(
     assert only(warm, tmp_path)["why"] == "Rank 1: OSError: gone"
 
 
+@pytest.mark.slow
 def test_what_is_no_run_is_named_and_passed_over(warm: WarmPython, ended: Path, tmp_path: Path) -> None:
     runs = ended.parent
     (runs / "notes").mkdir()

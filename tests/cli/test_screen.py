@@ -27,6 +27,7 @@ def forty_steps(tmp_path: Path, tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar_with_steps_loss_tokens_per_second_and_the_time_left(
     warm: WarmPython, tmp_path: Path, forty_steps: dict[str, Any]
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_terminal_shows_a_bar_with_steps_loss_tokens_per_second_and_the_time_l
     assert shown.rstrip().splitlines()[-2].endswith(closing)
 
 
+@pytest.mark.slow
 def test_without_a_terminal_there_are_plain_lines_of_steps(
     warm: WarmPython, tmp_path: Path, forty_steps: dict[str, Any]
 ) -> None:

@@ -60,6 +60,7 @@ def start(tmp_path: Path, warm: WarmPython) -> Iterator[Callable[..., LiveRun]]:
         run.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ask", "reason"),
     [
@@ -134,6 +135,7 @@ def test_ctrl_c_while_ranks_still_start_leaves_no_process_and_no_run_directory(
     assert run.processes() == {}
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_everything_at_once(start: Any, endless: dict[str, Any], tmp_path: Path) -> None:
     """The step hangs, so that no orderly stop can come first; a grandchild of the command hangs with it."""
     run = start(endless | {"observers": ["functions.py:hangs_at_three"]})

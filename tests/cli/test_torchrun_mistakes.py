@@ -29,6 +29,7 @@ BEFORE = "optim.lrr: unknown key; did you mean lr?"
 AFTER = "data.path=nix.jsonl is not there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -46,6 +47,7 @@ def test_the_command_tells_it_once(
     _check(done.err, said)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("changed", "said"), [({"optim": {"lrr": 1}}, BEFORE), ({}, AFTER)])
 def test_a_script_tells_it_once(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any], changed: dict[str, Any], said: str

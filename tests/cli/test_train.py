@@ -21,6 +21,7 @@ def metrics(run_directory: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_under_torchrun_is_the_run_of_the_command_and_its_export_evaluates_to_the_same_loss(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_run_under_torchrun_is_the_run_of_the_command_and_its_export_evaluates
     assert float(printed["eval/held/loss"]) == pytest.approx(final, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_starts_where_an_evaluation_was_before_it(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     rows = [{"prompt": f"sub {n}=", "completion": str(n)} for n in range(5)]
     write_rows(tmp_path / "held.jsonl", rows)

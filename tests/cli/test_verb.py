@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.cli.fixtures import TINY, write_rows, write_run
@@ -26,6 +27,7 @@ def loss():
 """
 
 
+@pytest.mark.slow
 def test_the_package_is_the_command() -> None:
     command = [sys.executable, "-m", "holdfast", "config", "schema", "grpo"]
 
@@ -36,6 +38,7 @@ def test_the_package_is_the_command() -> None:
     assert json.loads(done.stdout)["title"] == "GRPOConfig"
 
 
+@pytest.mark.slow
 def test_preferences_with_a_loss_file_that_is_named_after_another_verb(warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "my_bradley_terry.py").write_text(LOSS)
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}=", "chosen": "a", "rejected": "b"} for n in range(8)])

@@ -126,6 +126,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "runs/run/exports/final/model.safetensors")
 
 
+@pytest.mark.slow
 def test_prompts_and_pairs_with_images_are_shown(warm: WarmPython, tmp_path: Path) -> None:
     write_run(tmp_path / "grpo.yaml", policy_tree())
     pairs = {name: policy_tree()[name] for name in ("steps", "model", "data")}

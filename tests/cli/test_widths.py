@@ -40,6 +40,7 @@ MAIN = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("verb", list(SECTIONS))
 @pytest.mark.parametrize("columns", [80, 100, 140])
 def test_one_row_shows_the_step_the_time_left_and_two_numbers(

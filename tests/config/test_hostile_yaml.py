@@ -18,6 +18,7 @@ BOMB = "a0: &a0 [lol,lol,lol,lol,lol,lol,lol,lol,lol]\n" + "".join(
 TOO_MANY = f"more than {MOST_NODES:,} keys and values, each alias"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -53,6 +53,7 @@ def cursors(place: Path) -> dict[int, Any]:
     return {state["state"]["step"]: state["stream"] for state in states}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("packing", ["best_fit", "wrapped"])
 def test_cursors_of_all_checkpoints_are_those_of_a_run_that_reads_no_batch_ahead(
     pools: Any, tmp_path: Path, packing: str

@@ -91,6 +91,7 @@ def test_a_new_run_begins_with_the_weights_of_another_and_remembers_which_and_wh
     assert all("layers.0." in line and "unfreeze" in line for line in recorded[1:])
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_run_of_another_name_are_not_gone_on_from_in_silence(pools: Any, tmp_path: Path) -> None:
     store: dict[str, Any] = {"storage": str(tmp_path / "store")}
     pools(2).run(run, values_of(tmp_path / "here", steps=2, checkpoint=store))
@@ -151,7 +152,7 @@ def forged(saved: Path) -> None:
     rewrite_manifest(saved, change)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_whose_tensors_are_not_what_was_saved_is_passed_over(
     pools: Any, tmp_path: Path, ranks: int

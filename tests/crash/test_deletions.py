@@ -11,6 +11,8 @@ from tests.crash.runs import saved_steps
 FILLS = """
 from pathlib import Path
 
+import pytest
+
 def fills_a_checkpoint_that_goes_with_the_last_save(event):
     if event.step == 7:
         folder = Path("r/checkpoints/step-00000004/more")
@@ -20,6 +22,7 @@ def fills_a_checkpoint_that_goes_with_the_last_save(event):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_leaves_no_half_deleted_checkpoint(warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "watch.py").write_text(FILLS)
 

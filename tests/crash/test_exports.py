@@ -57,7 +57,7 @@ def run_until_an_export_is_half_written(world: World, directory: Path, sign: str
     run(world, exporting(directory, 400))
 
 
-@pytest.mark.cases("all")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sign", [".staging-best-*", ".staging-best-*/model.safetensors", ".staging-best-*/*.json"])
 def test_a_kill_in_an_export_leaves_the_one_before_whole_and_the_next_run_exports_again(
     pools: Any, tmp_path: Path, sign: str

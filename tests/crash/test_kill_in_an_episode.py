@@ -76,6 +76,7 @@ def start(warm: WarmPython, place: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_step_that_is_left_between_two_turns_is_made_again_bit_for_bit(
     warm: WarmPython, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

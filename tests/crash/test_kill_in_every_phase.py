@@ -89,6 +89,7 @@ def absent_or_whole(place: Path, straight: Path) -> None:
         assert files_of(export) == files_of(straight / "r" / "exports" / export.name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("rank", "phase"), EXPORTS)
 def test_a_run_killed_in_any_phase_of_an_export_goes_on_bit_for_bit_and_exports_the_same(
     warm: WarmPython, straight: Path, tmp_path: Path, rank: int, phase: str

@@ -184,6 +184,7 @@ def test_a_rank_that_raises_first_waits_for_the_others_before_it_saves(pools: An
     assert saved_steps(tmp_path) == [2]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_finds_the_room_of_those_that_it_replaces(pools: Any, disk: tuple[Path, Remount]) -> None:
     """Room for six and a half: three that stay, what a resumed run began with, one that is written and one deleted."""
     place, _ = disk
@@ -203,6 +204,7 @@ def test_a_checkpoint_finds_the_room_of_those_that_it_replaces(pools: Any, disk:
     assert saved_steps(place)[-3:] == [6, 7, 8]
 
 
+@pytest.mark.slow
 def test_a_disk_without_that_room_is_refused_naming_what_is_there(pools: Any, disk: tuple[Path, Remount]) -> None:
     place, _ = disk
     values = tree(

@@ -29,7 +29,7 @@ def at_three(event):
 WITHOUT_OBSERVER = {"resume": {"changed": ["files"]}}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["moved", "replaced"])
 def test_a_run_whose_directory_is_gone_stops_by_name_and_goes_on_when_it_is_back(
     pools: Any, tmp_path: Path, how: str

@@ -191,6 +191,7 @@ def save_and_photograph(world: World, directory: Path, image: Path, photos: Path
     train_and_save(world, session, photos)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "background",
     [

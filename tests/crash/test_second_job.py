@@ -48,6 +48,7 @@ def begin(warm: WarmPython, place: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [pytest.param(2, id="20-second job while the first one trains")])
 def test_a_second_job_is_refused_and_the_first_one_is_what_it_would_have_been(
     warm: WarmPython, straight: Path, tmp_path: Path, seconds: int
@@ -87,6 +88,7 @@ def test_of_jobs_that_start_together_one_trains_and_the_others_are_refused(
     assert state_differences(tmp_path, straight) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, id="20-job after the holder of the directory was killed")])
 def test_the_directory_of_a_job_that_was_killed_is_taken_at_once(
     warm: WarmPython, straight: Path, tmp_path: Path, rank: int

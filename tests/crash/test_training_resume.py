@@ -80,6 +80,7 @@ def go_on(pools: Any, stopped: Path, place: Path, **sections: Any) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="37-random state; 28-resume 2 to 2")])
 def test_three_steps_a_resume_and_five_are_eight_steps_bit_for_bit(
     pools: Any, straight: Path, stopped: Path, tmp_path: Path, ranks: int
@@ -97,7 +98,7 @@ def test_dropout_draws_so_that_random_state_matters(pools: Any, straight: Path, 
     assert log_of(tmp_path)[0][1] != log_of(straight)[0][1]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "ranks"), [pytest.param(*pair, id="28-resume {} to {}".format(*pair)) for pair in RESIZES]
 )
@@ -119,6 +120,7 @@ def test_another_number_of_ranks_sees_the_same_rows_and_the_same_losses(
     assert [line[2] for line in two] == pytest.approx([line[2] for line in one], abs=1e-9)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((4, 2), (2, 1))], ids=["to none", "from none", "4 to 2"]
 )
@@ -171,6 +173,7 @@ def observed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_signals_and_observers_save_and_the_same_command_goes_on(pools: Any, straight: Path, observed: Path) -> None:
     watch = [f"watch.py:{name}" for name in ("terminates_at_three", "asks_for_a_checkpoint_at_one", "saves_at_five")]
     values = values_of(observed, steps=STEPS, observers=watch, checkpoint={"every_steps": 100})
@@ -186,6 +189,7 @@ def test_signals_and_observers_save_and_the_same_command_goes_on(pools: Any, str
     assert log_of(observed) == log_of(straight)
 
 
+@pytest.mark.slow
 def test_what_an_observer_keeps_comes_back_after_a_resume(pools: Any, observed: Path) -> None:
     watch = [f"watch.py:{name}" for name in ("adds_losses", "knows_nothing_of_others", "terminates_at_three")]
     values = values_of(observed, steps=STEPS, observers=watch)
@@ -200,6 +204,7 @@ def test_what_an_observer_keeps_comes_back_after_a_resume(pools: Any, observed: 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="23-SIGTERM while a save is in flight")])
 def test_sigterm_while_a_save_is_in_flight_finishes_it_and_saves_the_last_step_too(
     pools: Any, straight: Path, observed: Path, ranks: int
@@ -241,6 +246,7 @@ def test_sigterm_in_an_evaluation_leaves_it_and_saves_the_step_it_belongs_to(
     assert log_of(observed) == log_of(straight)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("begins", "goes_on"),
     [

@@ -27,6 +27,7 @@ def tokenizer(rows: list[dict[str, str]], train_bpe: Callable[[list[str], int], 
     return train_bpe([text for row in rows[:500] for text in row.values()], 2000)
 
 
+@pytest.mark.slow
 def test_the_trained_tokens_of_every_pair_are_its_answer(
     gsm8k: Path, rows: list[dict[str, str]], tokenizer: Any
 ) -> None:

@@ -123,6 +123,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     yield json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_hub_name_gives_rows_by_number_under_our_column_names(results: dict[str, Any]) -> None:
     found = results["rows"]
 

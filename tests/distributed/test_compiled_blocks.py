@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_blocks_train_as_eager_ones_by_few_programs(pools: Any, tmp_path: Path, kind: str, ranks: int) -> None:
@@ -56,6 +57,7 @@ def test_compiled_blocks_train_as_eager_ones_by_few_programs(pools: Any, tmp_pat
     assert line.startswith("blocks: compiled in ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "failing"), [(1, (0,)), (2, (0, 1)), (2, (0,)), (2, (1,))])
 def test_blocks_that_do_not_compile_on_some_rank_run_uncompiled_on_all(
     pools: Any, tmp_path: Path, ranks: int, failing: tuple[int, ...]
@@ -72,6 +74,7 @@ def test_blocks_that_do_not_compile_on_some_rank_run_uncompiled_on_all(
     assert "no C++ compiler was found" in line
 
 
+@pytest.mark.slow
 def test_a_resume_in_another_form_says_so_in_a_line_for_the_blocks_and_one_for_the_head(
     pools: Any, tmp_path: Path
 ) -> None:

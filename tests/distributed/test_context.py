@@ -98,6 +98,7 @@ def test_ranks_that_share_a_row_train_as_one_rank(  # noqa: PLR0913 - a split ha
             assert told == pytest.approx({name: metrics[name] for name in names}, rel=1e-9)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("family", "ranks"), [("llama", 2), ("windows and caps", 4)])
 def test_the_span_of_a_rank_may_end_at_every_offset_of_a_document(
     pools: Any, directory: Any, family: str, ranks: int

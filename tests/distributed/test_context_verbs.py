@@ -75,6 +75,7 @@ def test_preferences(  # noqa: PLR0913 - a split has three parts
         assert_parameters(found["parameters"], expected["parameters"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "sections"),
     [

@@ -65,6 +65,7 @@ def ppo(places: tuple[Path, Path], **sections: Any) -> dict[str, Any]:
     return tree
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [

@@ -61,7 +61,7 @@ def oracle(directory: Path, kind: str, rows: str) -> dict[str, Any]:
     return reference(derived_model(kind, tokenizer).double(), batches, by_hand("token_mean"), LR, inputs_of)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("ranks", "rows", "data"),
@@ -87,6 +87,7 @@ def prompts() -> list[dict[str, Any]]:
     return [{"prompt": row["messages"][:1]} for row in picture_rows(12, images=(1, 0, 2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_s_steps_are_those_of_the_paper(pools: Any, directory: Callable[[str], Path], kind: str) -> None:
     place, rows = directory(kind), prompts()

@@ -70,7 +70,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.cases("all")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "changes"), SPLITS)
 def test_an_episode_is_trained_as_one_row_with_its_mask(
     pools: Any, gpt2: Path, ranks: int, changes: dict[str, Any]
@@ -158,6 +158,7 @@ UNMARKED = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
 """Conversations that begin otherwise have no first token in common."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "shared_prefix"), [(1, "on"), (2, "auto")])
 def test_every_answer_to_an_agent_is_trained_once_in_a_row_with_its_mask(
     pools: Any, gpt2: Path, ranks: int, shared_prefix: str

@@ -57,7 +57,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "changes"), SPLITS)
 def test_every_split_makes_the_updates_of_the_paper(
     pools: Any, llama: Path, ranks: int, changes: dict[str, Any]
@@ -93,6 +93,7 @@ def test_a_prompt_is_shared_by_itself_only_where_that_saves_work(pools: Any, lla
     assert long["on"] < long["auto"] <= long["off"]
 
 
+@pytest.mark.slow
 def test_what_is_sampled_does_not_depend_on_the_number_of_ranks(pools: Any, llama: Path) -> None:
     one, two, four = (pools(ranks).run(train, settings(str(llama)), ROWS)[0]["sampled"] for ranks in (1, 2, 4))
 
@@ -443,6 +444,7 @@ def test_rollouts_after_an_evaluation_of_averages_are_drawn_from_the_weights(
     assert evaluated == plain
 
 
+@pytest.mark.slow
 def test_gold_answers_that_cannot_be_read_are_counted_before_step_1(pools: Any, llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
     for name, answers in (("some", ["1", "", r"\\$4", "4"]), ("none", ["", "", r"\\boxed{}", ""])):

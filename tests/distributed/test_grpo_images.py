@@ -66,7 +66,7 @@ def assert_made_by_hand(found: dict[str, Any], place: Path, kind: str, rows: str
         np.testing.assert_allclose(found["parameters"][name], parameter, rtol=0, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
 @pytest.mark.parametrize(
     ("ranks", "rows", "sections"),
@@ -109,6 +109,7 @@ def test_images_of_gemma_are_sampled_and_trained_one_sequence_a_row(
     assert_made_by_hand(found, directory("gemma3"), "gemma3", "mixed", 1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_sampled_depends_neither_on_ranks_nor_on_what_shows_the_pictures(
     pools: Any,
     directory: Callable[[str], Path],  # noqa: F811
@@ -125,6 +126,7 @@ def test_what_is_sampled_depends_neither_on_ranks_nor_on_what_shows_the_pictures
     assert len({item[2] for step in one for item in step}) > 40, "completions must differ"
 
 
+@pytest.mark.slow
 def test_an_image_token_ends_a_completion_and_a_masked_one_trains_nothing(
     pools: Any,
     directory: Callable[[str], Path],  # noqa: F811
@@ -154,6 +156,7 @@ def test_an_image_token_ends_a_completion_and_a_masked_one_trains_nothing(
     np.testing.assert_allclose(found["lines"][0]["grad_norm"], expected["norms"][0], rtol=SHARED_PROMPT)
 
 
+@pytest.mark.slow
 def test_images_are_refused_in_packs_of_gemma_in_episodes_and_where_steps_are_recorded(
     pools: Any,
     directory: Callable[[str], Path],  # noqa: F811

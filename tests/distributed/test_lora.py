@@ -165,7 +165,7 @@ def test_a_checkpoint_exported_alone_is_the_run_s_export(pools: Any, llama: Path
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("frozen", ["save", "skip"])
 def test_adapters_of_a_checkpoint_alone_are_the_run_s_export_and_peft_computes_with_them(
@@ -230,7 +230,7 @@ def test_a_checkpoint_that_has_no_adapters_or_more_is_no_adapter(pools: Any, lla
     assert not (tmp_path / "more/exports/final-adapter").exists()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("frozen", ["save", "skip"])
 def test_what_is_trained_whole_beside_adapters_is_in_the_adapter_directory_and_is_read_back(
@@ -293,6 +293,7 @@ def test_what_a_directory_of_adapters_alone_does_not_hold_begins_as_in_the_base(
     assert all(torch.equal(found[name], weights[name]) for name in norms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_checkpoints_of_adapters_alone_are_small_whole_and_resume_at_any_number_of_ranks(
     pools: Any, llama: Path, tmp_path: Path, ranks: int
@@ -333,6 +334,7 @@ def test_another_frozen_model_under_the_same_adapters_is_refused(pools: Any, lla
     assert "model.path" in errors[0][1]
 
 
+@pytest.mark.slow
 def test_adapters_go_on_from_a_directory_and_others_are_refused(pools: Any, llama: Path, tmp_path: Path) -> None:
     pools(2).run(run, saved(tmp_path, llama, 2))
     adapter = str(tmp_path / "r/exports/final-adapter")
@@ -394,6 +396,7 @@ def test_rollouts_follow_the_adapters(pools: Any, llama: Path) -> None:
     assert all(line["grad_norm"] > 1e-3 for line in lines)
 
 
+@pytest.mark.slow
 def test_the_policy_with_its_adapters_off_is_the_reference(pools: Any, llama: Path) -> None:
     tree = grpo_settings(str(llama), optim={"lr": 2.0}, kl={"coefficient": 0.1})
     tree["model"]["lora"] = dict(LORA)

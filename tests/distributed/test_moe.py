@@ -164,6 +164,7 @@ def test_the_hand_made_router_loss_is_the_one_of_transformers() -> None:
     assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_the_global_router_loss_is_that_of_all_sequences_together(

@@ -69,7 +69,7 @@ def with_offload(tree: dict[str, Any], *parts: str) -> dict[str, Any]:
     return tree | {"parallel": tree.get("parallel", {}) | {"offload": list(parts)}}
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "parts",
@@ -104,6 +104,7 @@ def test_of_recomputed_blocks_inputs_alone_are_copied(pools: Any, directory: Any
     assert found["offloaded_bytes"] == (LAYERS - 1) * tokens * COMMON["hidden_size"] * 8
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_offloaded_by_as_many_programs(pools: Any, directory: Any) -> None:
     tree = settings(directory("llama"), **SMALL)
     tree["parallel"] = {"compile": "blocks"}
@@ -117,6 +118,7 @@ def test_compiled_blocks_are_offloaded_by_as_many_programs(pools: Any, directory
     assert not found["breaks"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_preferences_are_learnt_with_the_same_bits(pools: Any, directory: Any, ranks: int) -> None:
     rows = preference_cases.pairs_of(12)
@@ -129,6 +131,7 @@ def test_preferences_are_learnt_with_the_same_bits(pools: Any, directory: Any, r
         np.testing.assert_equal(found[name], expected[name])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_policies_are_updated_with_the_same_bits(pools: Any, directory: Any, ranks: int) -> None:
     rows = grpo_cases.prompts_of(12)

@@ -81,7 +81,7 @@ def assert_equal_bits(one: dict[str, Any], two: dict[str, Any]) -> None:
             np.testing.assert_array_equal(value, two[kind][name], err_msg=str(name))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "sections"),
     [
@@ -128,6 +128,7 @@ def dies_once_at_five(event):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_and_resumes_on_two_ranks_and_back_give_the_checkpoints_of_fsdp2(pools: Any, tmp_path: Path) -> None:
     places = {name: tmp_path / name for name in ("alone", "fsdp2")}
     for name, place in places.items():

@@ -68,7 +68,7 @@ def dpo() -> dict[str, Any]:
     return by_hand(fresh(), ROWS, oracle.dpo(0.3), lr=0.5)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "data", "parallel"), SPLITS)
 def test_every_split_makes_the_updates_of_the_paper(
     pools: Any, directory: Path, dpo: dict[str, Any], ranks: int, data: dict[str, Any], parallel: dict[str, Any]
@@ -119,6 +119,7 @@ def test_every_loss_makes_the_updates_of_its_paper(
     assert_same(found, expected)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "data"),
     [
@@ -239,6 +240,7 @@ def test_rows_that_changed_in_the_middle_are_not_found_in_the_file(pools: Any, d
     assert "does not hold the reference log-probability of rows row 2" in message
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 @pytest.mark.parametrize("data", [{}, pytest.param({"packing": "none"}, marks=pytest.mark.slow)])
 def test_evaluation_does_not_depend_on_the_split(

@@ -85,7 +85,7 @@ def tree_of(place: Path, data: dict[str, Any], **sections: Any) -> dict[str, Any
     return settings(str(place), data={"max_length": MAX_LENGTH} | data, **sections)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("ranks", "rows", "data"),
@@ -121,6 +121,7 @@ def test_updates_are_those_of_transformers(
         assert found["forwards"][0]["policy"] == found["forwards"][0]["reference"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_share_rows_make_the_updates_of_transformers(
     pools: Any,
@@ -134,6 +135,7 @@ def test_ranks_that_share_rows_make_the_updates_of_transformers(
         assert_same(found, expected, SHARED_PROMPT)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_tower_changes_no_other_gradient(

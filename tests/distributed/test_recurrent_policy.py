@@ -15,6 +15,7 @@ from tests.tiny import tiny_directory
 RATIO = "sampling/importance_sampling_ratio"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
 def test_a_policy_with_recurrent_layers_is_sampled_as_by_generate(

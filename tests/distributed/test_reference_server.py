@@ -78,6 +78,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("cases", "rows", "sections"), CASES)
 def test_it_makes_the_updates_that_the_reference_beside_the_policy_makes(
     pools: Any, directory: Path, server: Served, cases: Any, rows: Any, sections: dict[str, Any]

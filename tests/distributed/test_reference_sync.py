@@ -39,6 +39,7 @@ def following(directory: Path, *, every_steps: int = 2, mix: float = MIX, **sect
     return settings(str(directory), kl={"coefficient": 0.1}, reference=reference, **sections)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "sections"),
     [
@@ -67,6 +68,7 @@ def test_the_reference_is_mixed_by_the_formula(pools: Any, llama: Path, ranks: i
     assert found[0]["dtypes"] == {"torch.float64"}
 
 
+@pytest.mark.slow
 def test_a_reference_that_copies_the_policy_at_every_step_is_no_distance_from_it(pools: Any, llama: Path) -> None:
     lines = pools(2).run(follow, following(llama, every_steps=1, mix=1, optim={"lr": 3.0}), ROWS, 3)[0]["lines"]
     stays = pools(2).run(follow, following(llama, every_steps=9, mix=1, optim={"lr": 3.0}), ROWS, 3)[0]["lines"]

@@ -54,6 +54,7 @@ def stays(pools: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return place
 
 
+@pytest.mark.slow
 def test_what_rests_holds_no_memory_while_the_engine_samples_and_every_number_stays(
     pools: Any, llama: Path, stays: Path, tmp_path: Path
 ) -> None:

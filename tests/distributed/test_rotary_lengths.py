@@ -115,6 +115,7 @@ def test_a_teacher_reads_texts_on_both_sides_as_each_alone(
     assert_same(outcome, expected)
 
 
+@pytest.mark.slow
 def test_a_critic_reads_texts_on_both_sides_although_they_share_a_prompt(pools: Any, tmp_path: Path) -> None:
     lengths = {"max_position_embeddings": 18, "rope_parameters": DYNAMIC}
     policy = tiny_directory(tmp_path / "policy", "starcoder2")

@@ -65,6 +65,7 @@ def test_once_routers_have_moved_tokens_go_on_to_the_experts_that_sampled(pools:
     assert apart(replayed, free) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "sections"),
     [

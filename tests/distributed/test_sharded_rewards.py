@@ -211,6 +211,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_directory(place / "policy", "llama"), directory(place / "reward")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_sharded_reward_is_the_run_with_a_whole_one(
     pools: Any, both: tuple[Path, Path], tmp_path: Path
 ) -> None:

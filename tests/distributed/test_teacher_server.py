@@ -77,6 +77,7 @@ def asking(student: Path, server: Served, name: str = "teacher", /, **sections: 
     return tree | {"teacher": {"kind": "server", "url": server.url(name), **sections.get("teacher", {})}}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("data", [{}, {"packing": "none"}], ids=["packs", "padded"])
 @pytest.mark.parametrize(("ranks", "answers"), [(1, "prompt_logprobs"), (2, "prompt_logprobs"), (2, "echo")])
 def test_it_makes_the_updates_that_the_same_teacher_in_memory_makes(  # noqa: PLR0913, PLR0917 - a split and its parts

@@ -128,7 +128,7 @@ def test_loss_norm_gradients_and_parameters_are_those_of_transformers(
         assert_same(found, expected, TOLERANCE[kind])
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava", "idefics3"])
 @pytest.mark.parametrize(
     ("ranks", "rows", "data", "parallel"),
@@ -157,6 +157,7 @@ def test_ranks_that_share_rows_with_images_train_as_one_rank(
         assert_same(found, expected, 1e-10)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mixture_of_experts_that_sees_is_trained_as_transformers_trains_it(
     pools: Any, directory: Callable[[str], Path], ranks: int

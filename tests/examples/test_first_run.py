@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     """The cells of code are run as a script, by this Python: a kernel would add nothing but its packages."""
     notebook = json.loads((ROOT / "examples" / "first_run.ipynb").read_text(encoding="utf-8"))

@@ -74,6 +74,7 @@ def test_recomputation_gives_the_gradients_of_transformers_whatever_is_cached(bo
     assert ours.numbers["gates"] == [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_weights_is_refused_as_a_whole_run_before_anything_is_touched(both: Both) -> None:
     naive, ours = both("4")
 

@@ -370,7 +370,7 @@ TOLD: dict[str, tuple[Callable[[World, str], None], str, str]] = {
 }
 
 
-@pytest.mark.cases("all")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", TOLD)
 def test_what_fails_between_two_collectives_of_one_rank_is_told_to_the_others(tmp_path: Path, name: str) -> None:
     _, kind, words = TOLD[name]

@@ -72,6 +72,7 @@ def run_ranks(action, tmp_path, ranks=3):
     return [process.returncode for process in processes], words, seconds
 
 
+@pytest.mark.slow
 def test_survivors_blocked_in_a_collective_name_rank_phase_and_cause(tmp_path):
     action = "rank == 1 and (Path(os.environ['FAILED_AT']).touch(), [][3])"
 
@@ -84,6 +85,7 @@ def test_survivors_blocked_in_a_collective_name_rank_phase_and_cause(tmp_path):
         assert f"Rank {survivor} therefore stops in phase 'update'." in words[survivor]
 
 
+@pytest.mark.slow
 def test_survivors_of_a_killed_rank_say_that_it_died_without_a_word(tmp_path):
     action = "rank == 1 and (Path(os.environ['FAILED_AT']).touch(), os.kill(os.getpid(), signal.SIGKILL))"
 
@@ -95,6 +97,7 @@ def test_survivors_of_a_killed_rank_say_that_it_died_without_a_word(tmp_path):
         assert "RankFailed: Another rank died without a word at step 7: its connections closed" in words[survivor]
 
 
+@pytest.mark.slow
 def test_under_the_launcher_a_killed_rank_0_is_named_although_the_store_outlives_it(tmp_path, capfd):
     command = [*worker("rank == 0 and os.kill(os.getpid(), signal.SIGKILL)"), "--files"]
 

@@ -33,6 +33,7 @@ def test_each_rank_finds_its_place_in_the_environment(ground):
     assert (ground.path / "store-0").read_text() == (ground.path / "store-1").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_others_are_gone_within_10_seconds(ground):
     launcher = subprocess.Popen(
         ground.driver(

@@ -198,6 +198,7 @@ print(sum(sizes), max(sizes), reading, filling - sum(sizes))
 """
 
 
+@pytest.mark.slow
 def test_filling_a_model_takes_the_memory_of_the_model_and_one_tensor(tmp_path: Path) -> None:
     # Where experts are stacked, the rows of the target and one expert's sources and copies are alive at once; where a
     # tensor is only renamed, its rows alone. File pages are not counted: the kernel takes them back when it likes.

@@ -107,6 +107,7 @@ def found(hub: Hub, home: Path) -> dict[str, Any]:
     return run(cases, home, HF_ENDPOINT=hub.address)
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_by_name(found: dict[str, Any]) -> None:
     assert found["model"] == {"rows": 96, "tensors": 21}
 

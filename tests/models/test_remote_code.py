@@ -126,6 +126,7 @@ def test_code_that_was_asked_for_runs_and_the_run_says_so(house: Path) -> None:
     assert any(f"Python code from {house} runs in this process" in note for note in origin.notes)
 
 
+@pytest.mark.slow
 def test_an_export_brings_the_code_and_loads_in_another_process_from_another_directory(
     house: Path, tmp_path: Path
 ) -> None:

@@ -416,6 +416,7 @@ def peak_kilobytes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["score", "one pass"])
 def test_the_logits_of_a_whole_sequence_are_never_in_memory(peak_kilobytes: dict[str, int], form: str) -> None:
     assert peak_kilobytes["full"] > 2 * LOGITS_KB  # logits and their gradient, at least

@@ -118,6 +118,7 @@ def test_small_tensors_keep_their_moments_as_they_are() -> None:
     assert float(optimizer.state[weight]["exp_avg"][0, 0]) == pytest.approx(0.05)
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
     code = """
 import sys

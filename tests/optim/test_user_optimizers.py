@@ -130,6 +130,7 @@ def load_and_train(
     return loaded, contents(toy, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "kwargs"), GOOD)
 def test_state_goes_on_bit_for_bit_and_arrives_whole_on_other_numbers_of_ranks(
     pools: Any, tmp_path: Path, path: str, kwargs: dict[str, Any]

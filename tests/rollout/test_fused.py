@@ -101,6 +101,7 @@ def rounds(program: Any, _: Any) -> Callable[..., Any]:
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("compiler", "words"), [(refuses, "no kernel for this"), (rounds, "of the logits' spread from")]
 )

@@ -48,6 +48,7 @@ def straight(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_averages_are_a_plain_loop_over_the_weights_of_every_step(straight: Path) -> None:
     weights = {step: saved(straight, step, "model.") for step in range(1, 5)}
 

@@ -66,6 +66,7 @@ def losses_of(runs: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+@pytest.mark.cases(1)
 def test_films_train_as_lists_of_their_frames_do_and_go_on_after_a_save(
     place: Path, pools: Any, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_films_train_as_lists_of_their_frames_do_and_go_on_after_a_save(
     assert list(expected) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @ONE_KIND
 def test_a_film_that_does_not_decode_ends_the_run_by_its_row_or_is_skipped_and_counted(
     place: Path, pools: Any, tmp_path: Path
@@ -112,6 +114,7 @@ def test_another_bound_of_frames_is_another_run_and_so_is_another_film(place: Pa
     assert "(data: images of source 0)" in changed
 
 
+@pytest.mark.slow
 @ONE_KIND
 def test_without_a_decoder_the_run_is_refused_before_step_1_though_bad_rows_are_skipped(
     place: Path, tmp_path: Path

@@ -80,7 +80,7 @@ def test_adapters_are_compared_too_with_their_dropout_left_out(pools: Any) -> No
     assert rank["same_draws"]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_architecture_passes(pools: Any, dtype: str) -> None:
     sections = {"parallel": {"compute_dtype": dtype}}

@@ -99,6 +99,7 @@ def test_reads_come_at_once_where_an_observer_or_a_decision_needs_them(pools: An
         assert reads == at_once, name
 
 
+@pytest.mark.slow
 def test_lines_checkpoints_and_alarms_are_those_of_numbers_read_at_once(pools: Any, tmp_path: Path) -> None:
     """Steps 3, 4 and 7 are skipped, 4 before a save; a batch of fifty times the weights after 12 steps is a spike."""
     sections = {"steps": 16, "optim": {"lr": 2e-3, "schedule": "constant", "ema": {"decay": 0.75}}}

@@ -17,7 +17,7 @@ QUICK = {"gemma2", "falcon_h1", "gpt_oss", "deepseek_v3", "qwen3_vl", "idefics3"
 DOCUMENTED = Path("docs/models.md")
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
 )
@@ -31,6 +31,7 @@ def test_an_architecture_trains_resumes_on_one_rank_and_exports(pools: Any, tmp_
 ADAPTED = ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in (*VISION[1:], *MIXTURES))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ADAPTED)
 def test_adapters_of_an_architecture_export_merged_and_alone(pools: Any, tmp_path: Path, model_type: str) -> None:
     walked = walk(pools, model_type, tmp_path, {"rank": 4})

@@ -75,6 +75,7 @@ def first_update(world: World, values: dict[str, Any]) -> tuple[list[list[int]],
     return sequences, train_step(built.trained, mini_batch, built.evaluation.objective).metrics
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_straight_run_bit_for_bit(pools: Any, tmp_path: Path, mixtral: str) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     pools(2).run(run, values_of(straight, mixtral, 4))

@@ -70,6 +70,7 @@ def test_a_run_with_groups_goes_on_bit_for_bit_and_says_when_groups_changed(pool
     assert "learning_rate/attention" not in last
 
 
+@pytest.mark.slow
 def test_muon_trains_saves_and_goes_on_bit_for_bit_and_leaves_the_vocabulary_to_adamw(
     pools: Any, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def stopping(directory: Path, **sections: Any) -> dict[str, Any]:
     return tree(str(directory), steps=9, evaluation=HELD_OUT, stop_when=stop, **sections)
 
 
+@pytest.mark.slow
 def test_a_run_ends_as_at_its_last_step_when_its_metric_stops_improving(pools: Any, tmp_path: Path) -> None:
     outcomes = pools(2).run(run, stopping(tmp_path))
 

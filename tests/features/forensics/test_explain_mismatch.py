@@ -53,6 +53,7 @@ def change(directory: Path, step: int, to: Any) -> None:
         file.writelines(json.dumps(line) + "\n" for line in [head, *groups])
 
 
+@pytest.mark.slow
 def test_a_clean_pair_has_nothing_to_explain(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(directory, 1) == 0
 
@@ -117,6 +118,7 @@ def test_a_step_is_made_again_as_before(directory: Path) -> None:
     assert replay(directory, 2) == 0
 
 
+@pytest.mark.slow
 def test_a_run_one_step_ahead_is_replayed_and_its_age_is_what_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def dropping(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {"optim": {"lr": 0.01}}
 
 
+@pytest.mark.slow
 def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path, dropping: dict[str, Any]) -> None:
     done = prove(warm, tmp_path, dropping, "--steps", "6", "--kill-at", "5")
 
@@ -63,6 +64,7 @@ def returns_when_the_next_batch_is_read(event):
 """A filter that writes the rows that a rank reads, and an observer that waits until those of the next step are read."""
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_when_its_next_batch_is_read_and_not_trained_is_identical(
     warm: WarmPython, tmp_path: Path, dropping: dict[str, Any]
 ) -> None:
@@ -93,6 +95,7 @@ class World:
 """
 
 
+@pytest.mark.slow
 def test_a_run_with_an_environment_is_proved_by_sampling_its_episodes_again(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -114,6 +117,7 @@ def test_a_run_with_an_environment_is_proved_by_sampling_its_episodes_again(
     assert done.out.splitlines()[-1] == "identical"
 
 
+@pytest.mark.slow
 def test_a_run_whose_environment_keeps_time_is_proved_from_what_it_recorded(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -214,6 +218,7 @@ def test_a_proof_keeps_out_of_the_run_s_own_checkpoints(warm: WarmPython, tmp_pa
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "divergence"),
     [

@@ -25,6 +25,7 @@ def steps_of(place: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_killed_run_whose_ranks_share_rows_goes_on_identically(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
@@ -37,6 +38,7 @@ def test_a_killed_run_whose_ranks_share_rows_goes_on_identically(
     assert done.out.splitlines()[-1] == "identical"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(SHARED, ALONE), (ALONE, SHARED)], ids=["2 to 1", "1 to 2"])
 def test_a_run_goes_on_at_another_context_with_the_numbers_of_one_rank(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any], first: tuple[str, ...], second: tuple[str, ...]
@@ -61,6 +63,7 @@ def test_a_run_goes_on_at_another_context_with_the_numbers_of_one_rank(
         assert [line[name] for line in split] == pytest.approx([line[name] for line in expected], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_recorded_step_whose_rows_were_shared_is_replayed_and_explained_by_one_process(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:

@@ -154,6 +154,7 @@ def test_without_code_no_file_of_the_users_is_run(capsys: Any, place: Path) -> N
     assert not (place / "was-run").exists()
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_fails_in_one_paragraph(capsys: Any, place: Path) -> None:
     code, findings = looked(capsys, written(place), "run.dir=/proc/runs", only="place")
 
@@ -196,6 +197,7 @@ def test_ranks_that_cannot_be_arranged_fail(capsys: Any, place: Path) -> None:
     assert "parallel.replicate=2 copies cannot be spread over 1 ranks" in str(findings)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_wrong_fails_beside_what_can_be_looked_at(capsys: Any, place: Path) -> None:
     code, findings = looked(capsys, written(place, steps="many"))
 
@@ -205,6 +207,7 @@ def test_a_file_that_is_wrong_fails_beside_what_can_be_looked_at(capsys: Any, pl
     assert "steps" in findings[0]["text"]
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_here_fails(capsys: Any, place: Path) -> None:
     code, findings = looked(capsys, written(place), "launch.device=cuda", "launch.ranks=1", only="devices ranks")
 
@@ -430,6 +433,7 @@ def test_weights_on_a_hub_are_not_called_sound(capsys: Any, place: Path) -> None
     assert "not looked at" in text
 
 
+@pytest.mark.slow
 def test_without_metadata_of_our_own_versions_are_unknown(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as metadata\n"

@@ -72,6 +72,7 @@ def push(hub: Hub, export: Path, *arguments: str, token: str | None = TOKEN) -> 
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 def test_a_new_repository_is_private_and_holds_the_models_own_files(hub: Hub, export: Path) -> None:
     done = push(hub, export)
 
@@ -90,6 +91,7 @@ def test_a_new_repository_is_private_and_holds_the_models_own_files(hub: Hub, ex
     assert "left out, since only a model's own files are published: .env, completions.parquet, logs" in done.out
 
 
+@pytest.mark.slow
 def test_no_request_carries_what_must_stay(hub: Hub, export: Path) -> None:
     push(hub, export)
 
@@ -144,6 +146,7 @@ def test_a_public_repository_is_written_only_by_a_word(hub: Hub, export: Path) -
     assert allowed.code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "words"), [(403, "may not write there"), (413, "larger than the hub takes")])
 def test_a_hub_that_refuses_is_one_paragraph(hub: Hub, export: Path, status: int, words: str) -> None:
     hub.refuse = status
@@ -156,6 +159,7 @@ def test_a_hub_that_refuses_is_one_paragraph(hub: Hub, export: Path, status: int
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_without_credentials_nothing_is_asked(hub: Hub, export: Path) -> None:
     done = push(hub, export, token=None)
     wrong = push(hub, export, token="hf_wrong")  # noqa: S106 - of the server here
@@ -166,6 +170,7 @@ def test_without_credentials_nothing_is_asked(hub: Hub, export: Path) -> None:
     assert all(asked.authorization == "Bearer hf_wrong" for asked in hub.asked)
 
 
+@pytest.mark.slow
 def test_what_arrived_wrong_is_told(hub: Hub, export: Path) -> None:
     hub.damage = "model.safetensors"
 
@@ -188,6 +193,7 @@ def test_changed_weights_and_other_directories_are_refused_before_anything_is_as
     assert hub.asked == []
 
 
+@pytest.mark.slow
 def test_an_export_that_is_not_there_is_told_with_the_run_that_would_write_it(hub: Hub, tmp_path: Path) -> None:
     done = push(hub, tmp_path / "runs/run/exports/final")
 

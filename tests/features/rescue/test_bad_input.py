@@ -58,7 +58,7 @@ def is_one_paragraph(text: str) -> bool:
     return bool(text.strip()) and "\n\n" not in text.strip() and "Traceback" not in text
 
 
-@pytest.mark.cases("all")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named_and_nothing_is_touched(
     warm: WarmPython, fixtures: Path, tokens: Path, name: str, tmp_path: Path

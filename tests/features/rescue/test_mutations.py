@@ -116,7 +116,7 @@ def silent_mutations(path: Path, seeds: range, shares: int) -> list[str]:
     return silent
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_damage_of_a_fixture_is_silent(fixtures: Path, name: str, tmp_path: Path) -> None:
     first = EACH * NAMES.index(name)

@@ -69,6 +69,7 @@ def test_zeros_in_a_storage_that_many_parameters_share_are_damage(fixtures: Path
     assert said.splitlines()[-1].startswith("damaged: ")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["verl-fsdp1-flat", "verl-fsdp1-orig", "verl-fsdp1-nomesh", "lightning-mp-full"])
 def test_one_bit_of_any_storage_is_damage(fixtures: Path, name: str, tmp_path: Path) -> None:
     path = copied(fixtures, name, tmp_path)

@@ -107,6 +107,7 @@ def test_csv_ends_with_the_effective_log_after_a_kill_and_a_rewind(tmp_path: Pat
     assert (about["run_id"], about["versions"], about["configuration"]["optim"]["lr"]) == (RUN_ID, VERSIONS, 0.001)
 
 
+@pytest.mark.slow
 def test_a_torn_row_of_csv_is_cut(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "r", ["csv"])
     run.start()
@@ -240,6 +241,7 @@ def test_a_run_without_trackers_starts_no_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_the_effective_log(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = WrittenRun(tmp_path / "r", ["tensorboard"])

@@ -26,6 +26,7 @@ def ahead_tree(urls: list[str], directory: str, **sections: Any) -> dict[str, An
     return tree
 
 
+@pytest.mark.slow
 def test_completions_behind_a_push_that_fails_its_proof_are_not_saved(tmp_path: Path) -> None:
     spoiled = []
 
@@ -70,6 +71,7 @@ def test_averages_that_are_evaluated_sample_nothing_that_is_trained_on(tmp_path:
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_server_that_samples_from_replaced_weights_is_asked_no_more(tmp_path: Path, staleness: int) -> None:
     first: list[str] = []
@@ -99,6 +101,7 @@ def spoil(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: value + 0.3 for name, value in tensors.items()}
 
 
+@pytest.mark.slow
 def test_weights_of_a_checkpoint_are_proved_where_the_start_alone_is(tmp_path: Path) -> None:
     def garble(tensors: dict[str, Any]) -> dict[str, Any]:
         return spoil(tensors) if [what for _, what in again.events if what == "pushed"] else tensors

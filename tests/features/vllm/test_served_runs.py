@@ -123,6 +123,7 @@ def ahead_of(tmp_path: Path, step: int) -> list[dict[str, Any]]:
     return saved
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_completions_are_of_weights_as_old_as_was_allowed(tmp_path: Path, staleness: int) -> None:
     served = ServedModel()
@@ -172,6 +173,7 @@ def test_the_next_step_is_sampled_while_the_present_one_updates(tmp_path: Path) 
     assert events.read_text().splitlines() == ["update begins", "update ends"] * 4
 
 
+@pytest.mark.slow
 def test_a_resume_trains_what_was_finished_and_asks_for_the_rest_again(tmp_path: Path) -> None:
     slow: list[int] = []
 
@@ -208,6 +210,7 @@ def in_a_pool(world: World, values: dict[str, Any], base: str) -> int:
     return grpo(from_mapping(values, GRPOConfig), Path(base), world).step
 
 
+@pytest.mark.slow
 def test_completions_of_all_ranks_are_trained_at_another_number_of_ranks(tmp_path: Path, pools: Any) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     served = ServedModel()

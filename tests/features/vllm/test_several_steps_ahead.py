@@ -56,6 +56,7 @@ def keys(directory: Path, step: int) -> list[int]:
     return sorted(one["sample_id"] for one in recorded(directory, step))
 
 
+@pytest.mark.slow
 def test_a_completion_that_takes_three_steps_delays_none_of_them(tmp_path: Path) -> None:
     events, claimed, waited = tmp_path / "events.txt", threading.Lock(), list[bool]()
     of_the_last: set[int] = set()
@@ -88,6 +89,7 @@ def test_a_completion_that_takes_three_steps_delays_none_of_them(tmp_path: Path)
     assert [ages(tmp_path, step) for step in (1, 2, 3, 4)] == [{0}, {1}, {2}, {1, 3}]
 
 
+@pytest.mark.slow
 def test_a_resume_takes_finished_completions_of_every_step_ahead(tmp_path: Path) -> None:
     served = ServedModel()
     observer = stopping_at_2(tmp_path, served, OF_THE_WALK + 5 * OF_A_STEP)
