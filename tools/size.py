@@ -233,7 +233,7 @@ def walk(verb: str, folder: Path) -> Walk:
                 recipe(loaded.config, loaded.base, world)
             finally:
                 sys.settrace(None)
-                threading.settrace(None)  # type: ignore[arg-type]  # typeshed does not know None
+                threading.settrace(None)
         shutil.rmtree(folder / "runs" / verb / "checkpoints" / "step-00000004")
     return walked
 

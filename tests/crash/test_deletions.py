@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cli.warm import WarmPython
 from tests.crash.killed import start
 from tests.crash.runs import saved_steps
 
 FILLS = """
 from pathlib import Path
-
-import pytest
 
 def fills_a_checkpoint_that_goes_with_the_last_save(event):
     if event.step == 7:
