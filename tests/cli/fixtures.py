@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import Done, WarmPython, run
 
 Command = Callable[..., Done]
@@ -80,9 +81,9 @@ def place(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def checkpoint(warm: WarmPython, place: Path) -> Command:
-    """Return a function that runs `holdfast checkpoint ARGUMENTS` beside the run."""
-    return lambda *arguments: warm.run("-m", "holdfast.cli.main", "checkpoint", *arguments, cwd=place)
+def checkpoint(place: Path) -> Command:
+    """Return a function that runs `holdfast checkpoint ARGUMENTS` beside the run, in this process."""
+    return lambda *arguments: cli_in_process("checkpoint", *arguments, cwd=place)
 
 
 def of_step(step: int) -> str:
