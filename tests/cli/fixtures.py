@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 import yaml
 
 from tests.cli.in_process import cli_in_process
-from tests.cli.warm import Done, WarmPython, run
+from tests.cli.warm import Done, WarmPython
 
 Command = Callable[..., Done]
 """Runs `holdfast checkpoint ARGUMENTS`."""
@@ -28,8 +31,8 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture
 def holdfast(tmp_path: Path) -> Callable[..., Done]:
-    """Return a function that runs `holdfast ARGUMENTS` in an empty directory."""
-    return lambda *arguments: run([HOLDFAST, *arguments], cwd=tmp_path)
+    """Return a function that runs `holdfast ARGUMENTS` in an empty directory, in this process."""
+    return lambda *arguments: cli_in_process(*arguments, cwd=tmp_path)
 
 
 @pytest.fixture
@@ -55,10 +58,25 @@ def write_run(path: Path, tree: dict[str, Any]) -> Path:
     return path
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a directory that one of the workers makes for all; the others wait for it."""
+    own = factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / name).exists():
+            make(Path(tempfile.mkdtemp(dir=shared)).rename(shared / f"{name}-unfinished"))
+            (shared / f"{name}-unfinished").rename(shared / name)
+    return shared / name
+
+
 @pytest.fixture(scope="session")
 def trained(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a run of four steps on two ranks, a checkpoint of each; nobody changes it."""
-    place = tmp_path_factory.mktemp("trained")
+    return made_once(tmp_path_factory, "trained", lambda place: _train(warm, place))
+
+
+def _train(warm: WarmPython, place: Path) -> None:
     write_rows(place / "rows.jsonl", [{"prompt": f"add {n}=", "completion": str(n)} for n in range(12)])
     tree = {
         "steps": 4,
@@ -71,7 +89,6 @@ def trained(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(place / "run.yaml", tree)
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=place)
     assert done.code == 0, done.err
-    return place
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def cli_in_process(*arguments: object, cwd: Path) -> Done:
     """Run `holdfast ARGUMENTS` by its entry point; a traceback is an error of the test.
 
     Raises:
-        AssertionError: Handlers of signals, the environment, threads or random states differ afterwards.
+        AssertionError: Handlers of signals, the environment, threads or the directory differ afterwards.
     """
     from holdfast.cli.entry import main
 
@@ -51,8 +51,9 @@ def cli_in_process(*arguments: object, cwd: Path) -> Done:
 
 @contextlib.contextmanager
 def _own_process(arguments: list[str], cwd: Path, out: io.StringIO, err: io.StringIO) -> Iterator[None]:
-    """Put back what the entry point of a process may change: its handler of Ctrl-C, its loggers and its words."""
-    handler, hook, words = signal.getsignal(signal.SIGINT), sys.unraisablehook, sys.argv
+    """Put back what a process may change: its handler of Ctrl-C, paths, loggers, words and random states."""
+    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    handler, hook, words, paths = signal.getsignal(signal.SIGINT), sys.unraisablehook, sys.argv, list(sys.path)
     levels = {name: each.level for name, each in _loggers().items()}
     sys.argv = ["holdfast", *arguments]
     try:
@@ -65,7 +66,10 @@ def _own_process(arguments: list[str], cwd: Path, out: io.StringIO, err: io.Stri
             yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        sys.unraisablehook, sys.argv = hook, words
+        sys.unraisablehook, sys.argv, sys.path[:] = hook, words, paths
+        random.setstate(python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        torch.set_rng_state(of_torch)
         for name, each in _loggers().items():
             each.setLevel(levels.get(name, logging.NOTSET))
 
@@ -80,9 +84,5 @@ def state() -> dict[str, Any]:
         "handlers": {number: signal.getsignal(number) for number in SIGNALS},
         "environment": {name: value for name, value in os.environ.items() if name not in OF_IMPORTS},
         "threads": {thread.name for thread in threading.enumerate()},
-        "random": random.getstate(),
-        "numpy": np.random.get_state(legacy=True)[1].tobytes(),  # type: ignore[index]  # noqa: NPY002
-        "torch": torch.get_rng_state().numpy().tobytes(),
         "directory": os.getcwd(),  # noqa: PTH109
-        "paths": list(sys.path),
     }

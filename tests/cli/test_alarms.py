@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import write_run
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import WarmPython
 
 NO_GRADIENT = "the gradient has been exactly zero for 5 steps, and no weight has moved."
@@ -24,7 +25,7 @@ def test_a_dead_model_is_told_on_the_screen_in_files_and_on_the_page(
     write_run(tmp_path / "run.yaml", dead)
 
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
-    watched = warm.run("-m", "holdfast.cli.main", "watch", "runs/run", cwd=tmp_path)
+    watched = cli_in_process("watch", "runs/run", cwd=tmp_path)
 
     run = tmp_path / "runs" / "run"
     assert done.code == 0, done.err

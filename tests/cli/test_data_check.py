@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.cli.fixtures import write_rows, write_run
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import Done, WarmPython
 from tests.films import film, noise
 from tests.videos import video_directory
@@ -18,7 +19,7 @@ from tests.vision import vision_directory
 
 
 def check(warm: WarmPython, folder: Path, *arguments: str) -> Done:
-    return warm.run("-m", "holdfast.cli.main", "data", "check", "run.yaml", *arguments, cwd=folder)
+    return cli_in_process("data", "check", "run.yaml", *arguments, cwd=folder)
 
 
 def checked(warm: WarmPython, folder: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -179,7 +180,7 @@ def test_prompts_have_a_limit_apart_from_that_of_completions(
     write_run(tmp_path / "run.yaml", policy)
 
     done = check(warm, tmp_path)
-    shown = warm.run("-m", "holdfast.cli.main", "data", "preview", "run.yaml", "--row", "11", cwd=tmp_path)
+    shown = cli_in_process("data", "preview", "run.yaml", "--row", "11", cwd=tmp_path)
     trained = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", "data.shuffle=false", "steps=3", cwd=tmp_path)
     wide = check(warm, tmp_path, "data.max_prompt_length=25")
     refused = check(warm, tmp_path, "data.overlong=refuse")

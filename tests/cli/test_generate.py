@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.commands import in_a_terminal
 from tests.cli.fixtures import HOLDFAST, write_rows
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import Done, WarmPython
 
 STEP_3 = "runs/run/checkpoints/step-00000003"
 
 
 def generated(warm: WarmPython, place: Path, *words: str) -> Done:
-    return warm.run("-m", "holdfast.cli.main", "generate", *words, cwd=place)
+    return cli_in_process("generate", *words, cwd=place)
 
 
 def by_transformers(directory: Path, prompt: str, count: int, *, seed: int = 0, **how: Any) -> list[int]:
@@ -55,7 +56,7 @@ def test_greedy_completions_of_export_run_and_checkpoint_are_those_of_transforme
     warm: WarmPython, place: Path
 ) -> None:
     final = place / "runs/run/exports/final"
-    exported = warm.run("-m", "holdfast.cli.main", "checkpoint", "export", STEP_3, "-o", "of-3", cwd=place)
+    exported = cli_in_process("checkpoint", "export", STEP_3, "-o", "of-3", cwd=place)
     assert exported.code == 0, exported.err
     ask = ("--prompt", "add 3=", "--prompt", "sub 11", "--max-new-tokens", "9", "--json")
 
@@ -257,7 +258,7 @@ def test_paths_that_are_nothing_to_load_are_refused_in_a_paragraph(warm: WarmPyt
 
 
 def test_weights_with_another_byte_are_refused_in_an_export_and_in_a_checkpoint(warm: WarmPython, place: Path) -> None:
-    exported = warm.run("-m", "holdfast.cli.main", "checkpoint", "export", STEP_3, "-o", "of-3", cwd=place)
+    exported = cli_in_process("checkpoint", "export", STEP_3, "-o", "of-3", cwd=place)
     assert exported.code == 0, exported.err
     weight = load_file(place / "of-3/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     last_row = weight[-1].numpy().tobytes()

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.cli.fixtures import write_rows
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import Done, WarmPython
 from tests.vision import picture, vision_directory
 
@@ -42,7 +43,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def holdfast(warm: WarmPython, folder: Path, *arguments: object) -> Done:
-    return warm.run("-m", "holdfast.cli.main", *map(str, arguments), cwd=folder)
+    if arguments[0] in ("init", "data"):
+        return cli_in_process(*arguments, cwd=folder)
+    return warm.run("-m", "holdfast.cli.main", *arguments, cwd=folder)
 
 
 def initialised(warm: WarmPython, folder: Path, model: Path, rows: list[dict[str, Any]], *verb: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from holdfast.cli.commands.push.upload import outgoing_files
 from holdfast.config.base import LEFT_OUT
 from holdfast.config.yaml12 import parse_file
 from tests.cli.fixtures import TINY, write_run
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import WarmPython
 
 SECRETS = [f"planted{number:02d}" for number in range(7)]
@@ -87,7 +88,7 @@ def test_no_argument_of_user_code_leaves_a_run_and_the_run_goes_on(
     first = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", cwd=tmp_path)
     again = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", "steps=3", cwd=tmp_path)
     run = tmp_path / "runs" / "run"
-    report = warm.run("-m", "holdfast.cli.main", "report", str(run), cwd=tmp_path)
+    report = cli_in_process("report", str(run), cwd=tmp_path)
     export = run / "exports" / "final"
     evaluated = warm.run("-m", "holdfast.cli.main", "eval", str(export), cwd=tmp_path)
     of_run = warm.run("-m", "holdfast.cli.main", "eval", "run.yaml", f"model.path={export}", "model.config=null",

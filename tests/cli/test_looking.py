@@ -26,6 +26,7 @@ from holdfast.features.report.watch import screen
 from holdfast.training.run_state import RunState
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import HOLDFAST, write_run
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import WarmPython, run
 from tests.features.report.cases import RunFolder, data_of, killed_run, long_run
 from tests.features.trackers.test_secrets import SECRETS, planted
@@ -123,7 +124,7 @@ def test_two_runs_are_compared_at_equal_steps(tmp_path: Path) -> None:
     two.steps(1, 12)
     two.steps(13, 15, loss=0.5, grad_norm=1.0)
 
-    done = run([HOLDFAST, "runs", "compare", one.place, two.place], cwd=tmp_path)
+    done = cli_in_process("runs", "compare", one.place, two.place, cwd=tmp_path)
 
     assert done.code == 0, done.err
     lines = [line.strip() for line in done.out.splitlines()]
@@ -144,7 +145,7 @@ def test_two_runs_are_compared_at_equal_steps(tmp_path: Path) -> None:
 def test_equal_runs_are_said_to_be(tmp_path: Path) -> None:
     one, two = killed_run(tmp_path / "a", "run"), killed_run(tmp_path / "b", "run")
 
-    done = run([HOLDFAST, "runs", "compare", one.place, two.place], cwd=tmp_path)
+    done = cli_in_process("runs", "compare", one.place, two.place, cwd=tmp_path)
 
     assert done.out.splitlines()[-1].startswith("All numbers of the steps that both have, up to step 60, are equal")
 
@@ -277,9 +278,9 @@ def test_a_run_that_goes_on_is_watched_to_its_end(warm: WarmPython, tmp_path: Pa
 def test_without_a_terminal_one_frame_is_printed_and_no_run_is_refused(tmp_path: Path) -> None:
     folder = killed_run(tmp_path)
 
-    done = run([HOLDFAST, "watch", folder.place], cwd=tmp_path)
-    refused = run([HOLDFAST, "watch", tmp_path / "absent"], cwd=tmp_path)
-    bad = run([HOLDFAST, "runs", "compare", folder.place, tmp_path], cwd=tmp_path)
+    done = cli_in_process("watch", folder.place, cwd=tmp_path)
+    refused = cli_in_process("watch", tmp_path / "absent", cwd=tmp_path)
+    bad = cli_in_process("runs", "compare", folder.place, tmp_path, cwd=tmp_path)
 
     assert done.code == 0
     assert "\x1b" not in done.out

@@ -9,11 +9,12 @@ import pytest
 
 from tests.cli.commands import in_a_terminal
 from tests.cli.fixtures import write_rows, write_run
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import Done, WarmPython
 
 
 def preview(warm: WarmPython, folder: Path, *arguments: str) -> Done:
-    return warm.run("-m", "holdfast.cli.main", "data", "preview", "run.yaml", *arguments, cwd=folder)
+    return cli_in_process("data", "preview", "run.yaml", *arguments, cwd=folder)
 
 
 def test_a_row_is_shown_as_tokens_with_their_number(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:

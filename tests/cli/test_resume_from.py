@@ -12,6 +12,7 @@ import pytest
 from holdfast.checkpoint import verify
 from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import TINY, write_rows, write_run
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import Done, WarmPython
 
 STEPS = 6
@@ -109,7 +110,7 @@ def test_two_checkpoints_can_be_verified_after_a_run_went_back_to_its_first(warm
 
     done = sft(warm, place, "checkpoint.resume.from=1", "checkpoint.keep.last=2")
     kept = [path for path in (place / CHECKPOINTS).iterdir() if path.name.startswith((".later-", "step-00000001"))]
-    verified = [warm.run("-m", "holdfast.cli.main", "checkpoint", "verify", str(path), cwd=place) for path in kept]
+    verified = [cli_in_process("checkpoint", "verify", str(path), cwd=place) for path in kept]
 
     assert done.code == 0, done.err
     assert sorted(path.name[:20] for path in kept) == [".later-step-00000002", "step-00000001"]

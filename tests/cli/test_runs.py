@@ -21,6 +21,7 @@ from holdfast.patience import Patience
 from holdfast.training import run_state as state
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import write_rows, write_run
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import Done, WarmPython
 
 COMMAND = ("-m", "holdfast.cli.main")
@@ -44,7 +45,7 @@ def started(warm: WarmPython, place: Path, tree: dict[str, Any], *words: str) ->
 
 
 def looked(warm: WarmPython, place: Path, *words: str) -> Done:
-    return warm.run(*COMMAND, "runs", "ls", *words, cwd=place)
+    return cli_in_process("runs", "ls", *words, cwd=place)
 
 
 def only(warm: WarmPython, place: Path) -> dict[str, Any]:
