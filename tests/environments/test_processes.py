@@ -209,6 +209,15 @@ HOSTILE = {
             "no message": """json.dumps({"result": {**vars(StepResult()), "messages": [5]}}).encode()""",
         }.items()
     },
+    "cycle": (
+        in_begin("""
+        message = {"role": "user", "content": "x"}
+        message["more"] = [message, message, message]
+        return [message]
+        """),
+        "malformed",
+        "nested",
+    ),
     "long": (in_begin("return 'x' * (1 << 24)"), "malformed", "bytes, and an observation has 16777216 at most"),
     "no json": (
         in_begin("return [{'role': 'user', 'content': 'x', 'when': object()}]"),

@@ -161,28 +161,34 @@ MOST_LEVELS = 100
 """Of what a message or a schema holds: what is nested more deeply ends the recursion of whoever reads it."""
 
 
+_MOST_ITEMS = 1 << 20
+"""Of what is looked through: a value that holds itself several times has no end of them in 100 levels."""
+
+
 class Extent(NamedTuple):
     """How large a value is that JSON may hold."""
 
     levels: int
-    """Of lists and mappings in each other; at most one more than `MOST_LEVELS`."""
+    """Of lists and mappings in each other; one more than `MOST_LEVELS` of a value that is larger than is looked at."""
     characters: int
     """Of its texts, the keys of mappings included."""
 
 
 def extent_of(value: object) -> Extent:
     """Return how large a value is, without a recursion."""
-    levels, characters, layer = 0, 0, [value]
+    levels, characters, count, layer = 0, 0, 0, [value]
     while layer and levels <= MOST_LEVELS:
         inner: list[object] = []
         for item in layer:
+            if count + len(inner) > _MOST_ITEMS:
+                return Extent(MOST_LEVELS + 1, characters)
             if isinstance(item, str):
                 characters += len(item)
             elif isinstance(item, Mapping):
                 inner += [*item.keys(), *item.values()]
             elif isinstance(item, list | tuple):
                 inner += item
-        levels += bool(inner)
+        levels, count = levels + bool(inner), count + len(inner)
         layer = inner
     return Extent(levels, characters)
 
