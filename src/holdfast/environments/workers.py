@@ -150,11 +150,11 @@ def _encoded(result: StepResult) -> bytes:
     """Return a result as JSON that any tokenizer takes: an unpaired surrogate is U+FFFD, as where one decodes.
 
     Raises:
-        Malformed: A message has a value that is no JSON, is nested too deeply or holds itself, or there is too much of it.
+        Malformed: A message has a value that is no JSON or is nested too deeply, or there is too much of it.
     """
     if extent_of({"result": vars(result)}).levels > MOST_LEVELS:
         raise Malformed(
-            f"returned a message with a value that is nested too deeply, in more than {MOST_LEVELS} levels, or too large"
+            f"returned a message with a value that is too large or nested too deeply, in more than {MOST_LEVELS} levels"
         )
     values = asdict(result)
     try:

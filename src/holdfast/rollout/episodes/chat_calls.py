@@ -81,7 +81,7 @@ def chat_call(body: Any, sampling: SamplingConfig) -> ChatCall:
 def _characters(value: object, name: str) -> int:
     extent = extent_of(value)
     if extent.levels > MOST_LEVELS:
-        raise CallRefused(f"{name} is nested too deeply, in more than {MOST_LEVELS} levels, or too large")
+        raise CallRefused(f"{name} is too large or nested too deeply, in more than {MOST_LEVELS} levels")
     return extent.characters
 
 
