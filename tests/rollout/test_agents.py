@@ -542,7 +542,7 @@ def test_conversations_with_more_characters_than_an_episode_can_have_are_not_ren
         long = {{"type": "function", "function": {{"name": "add", "description": "a" * 5000}}}}
         codes = []
         for messages, tools in (
-            ([user("a" * 5000)], []), ([user("")] * 5000, []), ([user("play")], [long]), ([user("play")], []),
+            ([user("a" * 5000)], []), ([user("")] * 450, []), ([user("play")], [long]), ([user("play")], []),
         ):
             answer = ask(base_url, api_key, messages, tools=tools)
             codes.append(answer["error"]["code"] if "error" in answer else None)
