@@ -59,14 +59,17 @@ def test_a_text_that_begins_like_the_mark_is_a_text(tmp_path: Path) -> None:
 
 
 def test_what_is_missed_hides_no_other_mistake(tmp_path: Path) -> None:
-    reward = [{"kind": "path", "path": LEFT_OUT, "kwargs": LEFT_OUT}]
+    judge = {"kind": "judge", "url": "https://host:8000/v1", "model": "big", "prompt": LEFT_OUT}
+    reward = [{"kind": "path", "path": LEFT_OUT, "kwargs": LEFT_OUT}, judge]
     file = exported(tmp_path, reward=reward, data={"path": LEFT_OUT, "max_lenght": 5}, steps=0)
 
     with pytest.raises(ConfigError) as raised:
         load_config(file, [f"model.path={tmp_path}"], GRPOConfig)
 
     keys = [line.split(": ")[1] for line in str(raised.value).splitlines() if "holdfast.yaml:" in line]
-    assert sorted(keys) == ["data.max_lenght", "data.path", "reward.0.kwargs", "reward.0.path", "steps"]
+    assert sorted(keys) == [
+        "data.max_lenght", "data.path", "reward.0.kwargs", "reward.0.path", "reward.1.prompt", "steps",
+    ]  # fmt: skip
 
 
 def test_a_file_that_is_no_export_does_without_nothing(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def explain(
     return [
         _placed(key, text, document, origins)
         for path, items in grouped.items()
-        if not any(path[: len(key)] == key for key in missed)
         for key, text in _described(path, items, document, root)
+        if not any(key[: len(marked)] == marked for marked in missed)
     ]
 
 
