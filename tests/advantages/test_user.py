@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ def fails_mutely(_: Groups) -> None:
     [
         (fails_mutely, r"completions each, raises Mute: \(its text raises ZeroDivisionError\). It must return"),
         (fails, "given the rewards of 2 prompts with 3 completions each, raises KeyError: 'score.nof a row'"),
+        (lambda groups: sys.exit("no groups"), "raises SystemExit: no groups"),
         (lambda groups: groups.rewards[0], r"an array of shape \[3\] for rewards of shape \[2, 3\]"),
         (lambda groups: groups.rewards.T, r"an array of shape \[3, 2\]"),
         (lambda groups: 1.0, r"an array of shape \[\]"),

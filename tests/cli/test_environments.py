@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an agent that is not there": (
         {"environment": {"kind": "endpoint", "run": "world.py:agent"}},
-        "world.py has no function agent. It has Silent, Asks, Long, Lake.",
+        "world.py has no function agent. It has Silent, Asks, Long, Both, Lake.",
     ),
     "an agent that takes a row alone": (
         {"environment": {"kind": "endpoint", "run": "more.py:add"}},

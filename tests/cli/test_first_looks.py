@@ -65,4 +65,5 @@ def test_commands_say_nothing_of_other_packages(trained: Path, tmp_path: Path) -
     for command in commands:
         done = run([sys.executable, "-m", "holdfast.cli.main", *command], cwd=tmp_path)
 
-        assert (done.code, done.err) == (0, ""), command
+        others = [line for line in done.err.splitlines() if not line.startswith(("looking at ", "plan: "))]
+        assert (done.code, others) == (0, []), command

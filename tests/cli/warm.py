@@ -56,6 +56,7 @@ os._exit(code)
 
 LAUNCHER = """#!{python}
 import os, runpy, sys
+del sys.argv[1 : 1 + (sys.argv[1] == "-P")]
 if sys.argv[1:3] != ["-m", "holdfast.cli.main"] or sys.argv[3] not in {verbs!r}:
     os.execv({program!r}, [{program!r}, *sys.argv[1:]])
 sys.executable = {program!r}

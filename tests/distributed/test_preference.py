@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,13 +229,23 @@ def test_a_file_of_another_reference_is_refused(
         assert words in message
 
 
+class Stream:
+    """Rows that are read in turn."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
 def test_rows_that_changed_in_the_middle_are_not_found_in_the_file(pools: Any, directory: Path, tmp_path: Path) -> None:
-    """The fingerprint of live rows covers the ends; what a sequence is looked up by covers all of it."""
+    """The fingerprint of a stream covers its first row; what a sequence is looked up by covers all of it."""
     tree = settings(str(directory), reference={"precompute": True, "cache": str(tmp_path / "said")})
-    pools(1).run(train, tree, ROWS, 1)
+    pools(1).run(train, tree, Stream(ROWS), 1)
     changed = [row | {"chosen": "zzz"} if number == 2 else row for number, row in enumerate(ROWS)]
 
-    ((kind, message),) = pools(1).errors(train, tree, changed, 1)
+    ((kind, message),) = pools(1).errors(train, tree, Stream(changed), 1)
 
     assert kind == "ConfigError"
     assert "does not hold the reference log-probability of rows row 2" in message

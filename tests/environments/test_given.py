@@ -51,6 +51,27 @@ def test_objects_at_the_top_of_a_file_are_named(worlds: Any, tmp_path: Path) -> 
     assert section_of(Form, tmp_path) == {"path": "holdfast.environments.forms:Form"}
 
 
+def test_a_module_that_a_worker_does_not_find_is_named_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "scripts" / "some_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "world.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.chdir(tmp_path)
+
+    world = importlib.import_module("some_package.world")
+
+    assert section_of(world.World, tmp_path) == {"path": "scripts/some_package/world.py:World"}
+    assert section_of(world.World, package.parent) == {"path": "some_package.world:World"}
+    monkeypatch.chdir(package.parent)
+    assert section_of(world.World, tmp_path) == {"path": "some_package.world:World"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    assert section_of(world.World, tmp_path) == {"path": "some_package.world:World"}
+
+
 def refused(worlds: Any) -> list[object]:
     main = type("Typed", (), {"__module__": "__main__"})
     lost = type("Lost", (), {"__module__": "no_such_module"})

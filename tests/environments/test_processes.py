@@ -159,6 +159,20 @@ def test_functions_alone_are_an_environment(start: Start, tmp_path: Path) -> Non
     assert ended.done
 
 
+def sends(payload: str) -> str:
+    """Return an environment that writes an answer of its own, given as an expression, into its worker's channel."""
+    return in_begin(f"""
+        import json, os
+        from holdfast.environments.base import StepResult
+        payload = {payload}
+        numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]
+        links = {{n: os.readlink(f"/proc/self/fd/{{n}}") for n in numbers if os.path.lexists(f"/proc/self/fd/{{n}}")}}
+        channel = next(number for number, link in links.items() if link.startswith("socket:"))
+        os.write(channel, len(payload).to_bytes(8, "little") + payload)
+        return "x"
+    """)
+
+
 WRITES_EVERYWHERE = """
     import os
     for number in range(3, 40):
@@ -185,18 +199,24 @@ HOSTILE = {
         "malformed",
         "nested",
     ),
-    "deep bytes": (
+    **{
+        name: (sends(payload), "died", "wrote into the channel of its worker")
+        for name, payload in {
+            "deep bytes": """b'{"result": ' + b"[" * 3000 + b"]" * 3000 + b"}" """,
+            "no result": """b'{"result": 7}'""",
+            "half a fault": """b'{"fault": "raised"}'""",
+            "unknown field": """b'{"result": {"messages": ["a"], "bogus": 1}}'""",
+            "no message": """json.dumps({"result": {**vars(StepResult()), "messages": [5]}}).encode()""",
+        }.items()
+    },
+    "cycle": (
         in_begin("""
-        import os
-        payload = b'{"result": ' + b"[" * 3000 + b"]" * 3000 + b"}"
-        numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]
-        links = {n: os.readlink(f"/proc/self/fd/{n}") for n in numbers if os.path.lexists(f"/proc/self/fd/{n}")}
-        channel = next(number for number, link in links.items() if link.startswith("socket:"))
-        os.write(channel, len(payload).to_bytes(8, "little") + payload)
-        return "x"
+        message = {"role": "user", "content": "x"}
+        message["more"] = [message, message, message]
+        return [message]
         """),
-        "died",
-        "wrote into the channel of its worker",
+        "malformed",
+        "nested",
     ),
     "long": (in_begin("return 'x' * (1 << 24)"), "malformed", "bytes, and an observation has 16777216 at most"),
     "no json": (

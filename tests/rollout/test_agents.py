@@ -508,7 +508,9 @@ def test_schemas_and_arguments_that_are_nested_too_deeply_are_refused_and_the_ag
     assert all("error" not in answer for answer in json.loads((tmp_path / "20.json").read_text()))
 
 
-def test_a_call_that_cannot_be_written_or_answered_ends_its_own_episode_alone(run: Run) -> None:
+def test_a_call_that_cannot_be_written_or_answered_ends_its_own_episode_alone(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = copy.deepcopy(bpe())
     endless = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
     tokenizer.chat_template = CHATML + f"{{% if messages[-1].content == 'endless' %}}{endless}{{% endif %}}"
@@ -521,17 +523,24 @@ def test_a_call_that_cannot_be_written_or_answered_ends_its_own_episode_alone(ru
 
     def decode(text: str) -> str:
         if text.startswith("bad"):
-            raise AssertionError("no such text")
+            raise kinds[0]("no such text")
         return text
 
-    asks = [["play", "endless", "play"], ["play", "say bad", "play"], ["play", "play"]]
-    episodes = run(engine, source, [{"asks": texts} for texts in asks], decode=decode)
+    kinds: list[type[Exception]] = [ValueError]
+    asks = [["play", "endless", "play"], *[["play", "say bad", "play"]] * 2, ["play", "play"]]
+    rows = [{"asks": texts} for texts in asks]
+    episodes = run(engine, source, rows, decode=decode)
+    logged = capsys.readouterr().err
+    kinds[0] = AssertionError
 
     assert [(episode.ended, episode.finish) for episode in episodes] == [
-        ("done", Finish.STOP), ("fault", Finish.ERROR), ("done", Finish.STOP),
+        ("done", Finish.STOP), ("fault", Finish.ERROR), ("fault", Finish.ERROR), ("done", Finish.STOP),
     ]  # fmt: skip
-    assert [episode.turn_count for episode in episodes] == [2, 1, 2]
-    assert "AssertionError" in episodes[1].fault
+    assert [episode.turn_count for episode in episodes] == [2, 1, 1, 2]
+    assert "ValueError" in episodes[1].fault
+    assert logged.count("Traceback") == 1
+    with pytest.raises(AssertionError):  # our own bug, which no request causes
+        run(engine, source, rows, decode=decode)
 
 
 def test_conversations_with_more_characters_than_an_episode_can_have_are_not_rendered(run: Run, tmp_path: Path) -> None:
@@ -542,7 +551,7 @@ def test_conversations_with_more_characters_than_an_episode_can_have_are_not_ren
         long = {{"type": "function", "function": {{"name": "add", "description": "a" * 5000}}}}
         codes = []
         for messages, tools in (
-            ([user("a" * 5000)], []), ([user("")] * 5000, []), ([user("play")], [long]), ([user("play")], []),
+            ([user("a" * 5000)], []), ([user("")] * 450, []), ([user("play")], [long]), ([user("play")], []),
         ):
             answer = ask(base_url, api_key, messages, tools=tools)
             codes.append(answer["error"]["code"] if "error" in answer else None)

@@ -309,23 +309,24 @@ def test_an_observation_with_more_characters_than_an_episode_can_have_is_not_ren
         from holdfast.environments.base import Observation
         class World:
             def begin(self, row):
+                self.said = row.get("says", "a" * 5000)
                 return "a" * row["begins"]
             def step(self, turn):
-                return Observation("a" * 5000, reward=0.5)
+                return Observation(self.said, reward=0.5)
     """
     rendered: list[int] = []
     engine = ScriptedEngine(copy.deepcopy(bpe()), lambda _: "hello")
 
     class Counted(type(engine.tokenizer)):  # type: ignore[misc]
         def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-            rendered.append(max(len(str(message.get("content"))) for message in conversation))
+            rendered.append(max(len(str(message.get("content"))) for message in conversation) + len(conversation))
             return super().apply_chat_template(conversation, *args, **kwargs)
 
     engine.tokenizer.__class__ = Counted
-    rows = [{"begins": 5}, {"begins": 5000}]
-    turns, begins = play(engine, rows, source=source, max_characters=4000)
+    rows = [{"begins": 5}, {"begins": 5, "says": [{"role": "user", "content": ""}] * 450}, {"begins": 5000}]
+    turns, empty, begins = play(engine, rows, source=source, max_characters=4000)
 
-    assert (turns.ended, turns.turn_rewards) == ("room", [0.5])
+    assert (turns.ended, turns.turn_rewards) == (empty.ended, empty.turn_rewards) == ("room", [0.5])
     assert (begins.ended, begins.attempts) == ("fault", 2)
     assert max(rendered) < 100
 

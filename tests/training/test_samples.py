@@ -53,3 +53,11 @@ def test_an_episode_is_shown_by_what_its_environment_asked_last() -> None:
 
 def test_a_prompt_of_columns_that_only_a_format_knows_is_shown_as_it_was_written() -> None:
     assert shown({"problem": LONG}, is_formatted=True).endswith("<eos><bos>assistant:")
+
+
+@pytest.mark.parametrize("message", [{"content": LONG}, {"role": "user"}, {"role": "user", "content": ""}])
+def test_a_message_without_a_role_or_a_text_asks_nothing(message: dict[str, Any]) -> None:
+    prompt = Prompt(1, np.zeros(1, np.int64), RENDERED, {"prompt": "play"})
+    item = SampleRow(1, 0, RENDERED, "7", 1.0, {}, 0.5, "stop", trained=True, messages=[message], prompt_messages=1)
+
+    assert question_of(prompt, item, is_formatted=False) == ""

@@ -27,11 +27,14 @@ Mistake = tuple[str, str]
 
 LEFT_OUT = "left out: it may be secret"
 """Stands in the place of a value that is not public."""
+_EARLIER = "left out: what a run's own code takes may be secret"
+MARKS = (LEFT_OUT, _EARLIER, f"{_EARLIER}; name it again on the command line")
+"""The same in the words of any version."""
 
 
 def is_left_out(value: Any) -> bool:
-    """Return whether a value is the mark of one that was left out, in the words of any version."""
-    return isinstance(value, str) and value.startswith("left out: ")
+    """Return whether a value is the mark of one that was left out."""
+    return isinstance(value, str) and value in MARKS
 
 
 class Declared(Enum):

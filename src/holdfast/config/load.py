@@ -40,7 +40,11 @@ _WANTED = {
 
 
 def explain(
-    error: ValidationError, document: Document, root: type[BaseModel], origins: Mapping[KeyPath, str]
+    error: ValidationError,
+    document: Document,
+    root: type[BaseModel],
+    origins: Mapping[KeyPath, str],
+    missed: Sequence[KeyPath] = (),
 ) -> list[tuple[tuple[int, float], str]]:
     """Return the place in the files and the text of every mistake: `file:line: a.b: what is wrong; what to do`.
 
@@ -51,6 +55,7 @@ def explain(
         document: The file.
         root: Its root model.
         origins: Where keys came from that the file does not hold.
+        missed: Keys with a mark in the place of their value, which is no mistake of its own.
     """
     grouped: dict[KeyPath, list[Any]] = {}
     for item in error.errors(include_url=False):
@@ -59,6 +64,7 @@ def explain(
         _placed(key, text, document, origins)
         for path, items in grouped.items()
         for key, text in _described(path, items, document, root)
+        if not any(key[: len(marked)] == marked for marked in missed)
     ]
 
 
@@ -290,13 +296,13 @@ def check_draft(draft: Draft, root: type[Root]) -> Root:
     """
     document = draft.document
     mistakes = [(document.order(file, line), f"{file}:{line}: {message}") for file, line, message in document.twice]
-    missed = [_placed(path, _UNKNOWN, document, draft.origins) for path in _missed(document, root)]
-    mistakes += missed
+    missed = [*_missed(document, root)]
+    mistakes += [_placed(path, _UNKNOWN, document, draft.origins) for path in missed]
     config: Root | None = None
     try:
-        config = None if missed else root.model_validate(document.values)
+        config = root.model_validate(document.values)
     except ValidationError as error:
-        mistakes += explain(error, document, root, draft.origins)
+        mistakes += explain(error, document, root, draft.origins, missed)
     lines = [text for _, text in sorted(mistakes, key=lambda pair: pair[0])] + draft.mistakes
     if config is not None and not lines:
         return config
@@ -312,8 +318,8 @@ def _listed(lines: Sequence[str], document: Document) -> str:
 
 _COMMAND_LINE = "command line"
 _UNKNOWN = (
-    "an export does not say what it is, since it may be secret; evaluate with the file of the run: `holdfast eval "
-    "RUN.yaml model.path=EXPORT`"
+    "its value was left out, since it may be secret; write the value, or evaluate with the file of the run: `holdfast "
+    "eval RUN.yaml model.path=EXPORT`"
 )
 
 

@@ -19,7 +19,10 @@ from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS, verb_of
 from holdfast.text.escaping import escaped
 
-_ADDRESS = re.compile(r"([A-Za-z][\w+.-]*://)([^/@\s]*@)?([^\s?#]*)([?#]\S*)?")
+_ADDRESS = re.compile(r"([A-Za-z][\w+.-]*://)([^/\s?#]*@)?([^\s?#;]*)([?#;]\S+)?")
+_NO_PORT = r":(?!\d*(?:[/?#;\s]|$))"
+_PASSWORD = re.compile(rf"[^\s?#]*?{_NO_PORT}\S*@|[^\s/?#:]*{_NO_PORT}[^@]*@")
+"""What may be a user and a password with characters that no address has there, behind `://` or a user part."""
 _HASH = "sha256 "
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 """At least two words: a key pasted in the place of a variable's name has no underscores."""
@@ -142,16 +145,23 @@ def _left_out(_: Any) -> str:
 
 def without_password(text: str) -> str | None:
     """Return a text as it is, an address without user, password and query; None for a text around such an address."""
-    address = _ADDRESS.fullmatch(text)
-    if address is not None:
-        return f"{address[1]}{address[3]}"
-    return None if any(inner[2] or inner[4] for inner in _ADDRESS.finditer(text)) else text
+    addresses = [*_ADDRESS.finditer(text)]
+    if any(map(_may_show_password, addresses)):
+        return None
+    if len(addresses) == 1 and addresses[0][0] == text:
+        return f"{addresses[0][1]}{addresses[0][3]}"
+    return None if any(address[2] or address[4] for address in addresses) else text
+
+
+def _may_show_password(address: re.Match[str]) -> bool:
+    has_password = ":" in (address[2] or "") and "@" in f"{address[3]}{address[4] or ''}"
+    return has_password or _PASSWORD.match(address.string, address.start(3)) is not None
 
 
 def public_text(text: str) -> str:
     """Return a public text, reduced to what names something: of a path its last name, of an address its host."""
     if "://" in text:
-        if not _ADDRESS.fullmatch(text):
+        if not _ADDRESS.fullmatch(text) or without_password(text) is None:
             return f"(text of {len(text)} characters)"
         try:
             address = urlsplit(text)

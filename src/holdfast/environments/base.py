@@ -83,6 +83,29 @@ class StepResult:
     """Calls that could not be made, or whose tool raised; what went wrong is their observation."""
 
 
+def is_answer(value: object) -> bool:
+    """Return whether a value is an answer of a worker: a fault with its message, or a `StepResult`."""
+    match value:
+        case {"fault": "malformed" | "raised", "message": str(), **others}:
+            return not others
+        case {
+            "result": {
+                "messages": list(messages),
+                "reward": int() | float() as reward,
+                "done": bool(),
+                "info": dict(info),
+                "called": dict(called),
+                "failed_calls": int(),
+                **fields,
+            },
+            **others,
+        }:
+            numbers_are_finite = all(number_of(number) is not None for number in (reward, *info.values()))
+            counts_are_whole = all(isinstance(count, int) for count in called.values())
+            return not fields and not others and numbers_are_finite and counts_are_whole and _are_messages(messages)
+    return False
+
+
 APPENDED = "appended"
 """Role of a text that is no message of its own: it goes behind the last message of the user, as TRL's `reset` says."""
 
@@ -122,41 +145,50 @@ def messages_of(value: object, role: str = "user") -> tuple[Message, ...]:
         return ({"role": role, "content": value},)
     if isinstance(value, Mapping):
         value = [value]
-    if not isinstance(value, list | tuple) or not all(map(_is_message, value)):
+    if not isinstance(value, list | tuple) or not _are_messages(value):
         raise Malformed(f"returned {_kind(value)}, which is neither text nor a list of messages (role and content)")
     return tuple(value)
 
 
-def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+def _are_messages(values: Sequence[object]) -> bool:
+    return all(
+        isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+        for value in values
+    )
 
 
 MOST_LEVELS = 100
 """Of what a message or a schema holds: what is nested more deeply ends the recursion of whoever reads it."""
 
 
+_MOST_ITEMS = 1 << 20
+"""Of what is looked through: a value that holds itself several times has no end of them in 100 levels."""
+
+
 class Extent(NamedTuple):
     """How large a value is that JSON may hold."""
 
     levels: int
-    """Of lists and mappings in each other; at most one more than `MOST_LEVELS`."""
+    """Of lists and mappings in each other; one more than `MOST_LEVELS` of a value that is larger than is looked at."""
     characters: int
     """Of its texts, the keys of mappings included."""
 
 
 def extent_of(value: object) -> Extent:
     """Return how large a value is, without a recursion."""
-    levels, characters, layer = 0, 0, [value]
+    levels, characters, count, layer = 0, 0, 0, [value]
     while layer and levels <= MOST_LEVELS:
         inner: list[object] = []
         for item in layer:
+            if count + len(inner) > _MOST_ITEMS:
+                return Extent(MOST_LEVELS + 1, characters)
             if isinstance(item, str):
                 characters += len(item)
             elif isinstance(item, Mapping):
                 inner += [*item.keys(), *item.values()]
             elif isinstance(item, list | tuple):
                 inner += item
-        levels += bool(inner)
+        levels, count = levels + bool(inner), count + len(inner)
         layer = inner
     return Extent(levels, characters)
 

@@ -6,6 +6,7 @@ Each episode runs in a process of its own, which imports a file. An object is no
 from __future__ import annotations
 
 import inspect
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -48,10 +49,32 @@ def _import_path(value: object, base: Path) -> str:
         )
     assert module is not None
     assert module.__file__ is not None
-    if "." in module.__name__ or Path(module.__file__).name == "__init__.py":
-        return f"{module.__name__}:{name}"
     place, root = Path(module.__file__).resolve(), base.resolve()
+    is_in_package = "." in module.__name__ or place.name == "__init__.py"
+    if is_in_package and _is_found(module.__name__, place, root):
+        return f"{module.__name__}:{name}"
     return f"{place.relative_to(root) if place.is_relative_to(root) else place}:{name}"
+
+
+_SAY_WHERE = """
+import importlib.util, sys
+sys.path += sys.argv[2:]
+spec = importlib.util.find_spec(sys.argv[1])
+print(*(spec and spec.submodule_search_locations or ()), sep="\\n", end="")
+"""
+
+
+def _is_found(module: str, place: Path, base: Path) -> bool:
+    """Return whether a worker imports a module from its place: this process may have a path of its own, as a script's.
+
+    Args:
+        module: Of a package.
+        place: Its file.
+        base: Where workers look besides.
+    """
+    command = [sys.executable, "-P", "-c", _SAY_WHERE, module.partition(".")[0], str(base), str(Path.cwd())]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return any(place.is_relative_to(Path(folder).resolve()) for folder in found.splitlines())
 
 
 def _why_not(value: object, name: str, module: ModuleType | None) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from holdfast import patience
 from holdfast.environments.agents import load_agent
-from holdfast.environments.base import MOST_LEVELS, extent_of
+from holdfast.environments.base import MOST_LEVELS, extent_of, is_answer
 from holdfast.environments.instances import EnvironmentSource, load
 from holdfast.environments.workers import Worker, fork
 from holdfast.errors import ConfigError
@@ -148,8 +148,8 @@ class Supervisor:
             answer = parse_json(message)
             if worker.pid in self._leaving:
                 continue
-            if worker.deadline is None or not isinstance(answer, dict) or not {"result", "fault"} & answer.keys():
-                raise framing.BrokenChannel("an answer that nobody asked for")
+            if worker.deadline is None or not is_answer(answer):
+                raise framing.BrokenChannel("no answer, or one that nobody asked for")
             if extent_of(answer).levels > MOST_LEVELS:
                 raise framing.BrokenChannel("an answer that is nested too deeply")
             worker.deadline = None
@@ -229,7 +229,7 @@ class Supervisor:
             self._left |= set(strays) - kernel.reap(strays, patience.current.supervisor_kill_seconds).keys()
 
     def _say(self, episode: int, answer: Mapping[str, Any], seconds: float) -> None:
-        self._tell({"episode": episode, "seconds": seconds, **answer})
+        self._tell({**answer, "episode": episode, "seconds": seconds})
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         self._outgoing += framing.frame(json.dumps(message).encode())

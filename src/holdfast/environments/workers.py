@@ -153,7 +153,9 @@ def _encoded(result: StepResult) -> bytes:
         Malformed: A message has a value that is no JSON or is nested too deeply, or there is too much of it.
     """
     if extent_of({"result": vars(result)}).levels > MOST_LEVELS:
-        raise Malformed(f"returned a message with a value that is nested too deeply, in more than {MOST_LEVELS} levels")
+        raise Malformed(
+            f"returned a message with a value that is too large or nested too deeply, in more than {MOST_LEVELS} levels"
+        )
     values = asdict(result)
     try:
         text = json.dumps({"result": values}, ensure_ascii=False)

@@ -12,7 +12,7 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.features.plan.counting.kinds import GATHERED
 from holdfast.features.plan.records import RankSpec
-from holdfast.features.plan.request import _by_formulas, turns
+from holdfast.features.plan.request import _by_formulas, planned, turns
 from tests.fake_devices.cases import DENSE, tree
 
 
@@ -34,3 +34,14 @@ def test_a_pass_takes_at_least_one_row_which_is_one_sequence_of_kto_and_two_of_p
     assert {turn.key: turn.value for turn in turns(config, RankSpec())}["data.tokens_per_micro_batch"] == str(
         128 * sequences
     )
+
+
+@pytest.mark.parametrize(("ranks", "parameters", "noted"), [(1, "host", 1), (2, "host", 0), (1, "stay", 0)])
+def test_a_residency_that_moves_nothing_is_noted(tmp_path: Path, ranks: int, parameters: str, noted: int) -> None:
+    policy = {"steps": 1, "rollout": {"max_new_tokens": 8}, "reward": "exact", "residency": {"parameters": parameters}}
+    values = {**tree(), **policy}
+    asked = {"verb": "grpo", "config": values, "base": str(tmp_path), "ranks": ranks, "device": "cpu", "memory": 2**34}
+
+    notes = planned(asked, "there is no compiler")["notes"]
+
+    assert sum("residency.parameters" in note for note in notes) == noted

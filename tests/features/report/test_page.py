@@ -137,7 +137,7 @@ def test_half_written_runs_have_a_page(tmp_path: Path, damage: str) -> None:
     words = {
         "no metrics": "metrics.jsonl has no line of a step yet.",
         "no run.json": "run.json is missing.",
-        "old": "some_key_of_long_ago.nested",
+        "old": "some_key_of_long_ago",
         "pipe": "samples.jsonl cannot be read",
     }
     assert words.get(damage, "Nothing failed") in text

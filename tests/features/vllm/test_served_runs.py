@@ -250,22 +250,33 @@ def test_prompts_are_drawn_again_where_groups_of_the_next_step_teach_nothing(tmp
 
 @pytest.mark.slow
 def test_completions_of_two_policies_tell_where_one_ends(tmp_path: Path) -> None:
-    served = ServedModel(seconds=1.5)
-    (tmp_path / "paced.py").write_text(
-        PACED.replace("EVENTS", repr(str(tmp_path / "e"))).replace("GOES_ON", "last - 59.4 < time.monotonic()")
-    )
+    """The push of an evaluation waits for all completions of the next step, and their second tokens for the push."""
+    met: list[bool] = []
+    reached: set[str] = set()
+    evaluated = 2  # before step 1
+
+    def before_token(name: str, number: int) -> None:
+        order = [what for _, what in served.events if what.startswith("asked")].index(f"asked {name}")
+        if number == 1 and 0 <= order - OF_THE_WALK - evaluated - OF_A_STEP < OF_A_STEP:
+            reached.add(name)
+            met.append(wait_for(lambda: served.count_of("pushed") > 2, LONGEST_WAIT))
+
+    def before_push(pushed: int) -> None:
+        if pushed == 2:  # that of the walk, and that of the first step
+            met.append(wait_for(lambda: len(reached) == OF_A_STEP, LONGEST_WAIT))
+
+    served = ServedModel(before_token=before_token, before_push=before_push)
     with serving(served) as url:
         tree = served_tree(
-            [url], str(tmp_path), steps=3, objective={"kind": "path", "path": "paced.py:paced"},
-            evaluation={"every_steps": 1, "sets": {"e": {"synthetic": {"task": "sort", "rows": 2}}}},
+            [url], str(tmp_path), steps=2, **AHEAD,
+            evaluation={"every_steps": 1, "sets": {"e": {"synthetic": {"task": "sort", "rows": evaluated}}}},
         )  # fmt: skip
         tree["rollout"] |= {"max_staleness": 1, "record": True}
 
-        run(tmp_path, tree)  # an evaluation pushes while the next step's completions are on their way
+        run(tmp_path, tree)
 
-    segments = [one["versions"] for one in recorded(tmp_path, 2)]
-    assert all([version for _, version in each] == [0, 1] for each in segments), segments
-    assert all(0 < each[1][0] < 6 for each in segments)
+    assert met == [True] * (OF_A_STEP + 1)
+    assert [one["versions"] for one in recorded(tmp_path, 2)] == [[[0, 0], [1, 1]]] * OF_A_STEP
 
 
 @pytest.mark.slow

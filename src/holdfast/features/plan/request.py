@@ -47,6 +47,7 @@ from holdfast.features.plan.records import Execution, RankSpec, plain_plan
 from holdfast.models.check.shrink import layers_in
 from holdfast.models.setup.model import Blueprint, blueprint, set_storage, storage_of
 from holdfast.parallel.plan import ShardPlan
+from holdfast.training.policy.run import moves_nothing
 from holdfast.training.setup.model import make_plan, policy_model
 
 _NO_FORMULA = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -73,7 +74,10 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     base = Path(request["base"])
     if not no_guard:
         _tell_formulas(config, base, spec)
-    plan = plain_plan(made(config, base, spec, no_guard), device, request["memory"])
+    execution = made(config, base, spec, no_guard)
+    if isinstance(config, GRPOConfig) and config.residency.parameters == "host" and execution.plan.whole:
+        execution.notes.append(moves_nothing(execution.plan))
+    plan = plain_plan(execution, device, request["memory"])
     plan["servers"] = registry.load(registry.SERVER_COMMANDS)(config, spec.ranks, on_cpu=on_cpu)
     if plan["peak_bytes"] + plan["allowance_bytes"] > request["memory"]:
         plan["turns"] = list(_turns(config, base, spec, device, no_guard))

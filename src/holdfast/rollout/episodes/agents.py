@@ -5,10 +5,13 @@ No call waits for another one: an agent that asks while others are answered is d
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Sequence
 
+from holdfast.data.tokens.chat_template import RENDERING_ERRORS
 from holdfast.environments.base import StepResult
 from holdfast.environments.pool import Answer, EnvironmentPool
 from holdfast.rewards.base import describe_error
@@ -18,10 +21,13 @@ from holdfast.rollout.episodes.endpoint import Call, Endpoint, session_ended
 from holdfast.rollout.episodes.loop import ATTEMPTS, Decode, Ended, Episode, EpisodeRequest, Limits
 from holdfast.rollout.episodes.sessions import Prepared, Session, SyntaxOf
 from holdfast.rollout.sampling import mixed
+from holdfast.text.escaping import escaped_paragraph
 from holdfast.types import Finish
 
 _LOOK_SECONDS = 0.005
 """Between two looks at agents that have returned, where nothing is asked."""
+_CAUSED = (MemoryError, *RENDERING_ERRORS)
+"""What a request can cause; anything else is a mistake of ours and ends the run."""
 
 
 class AgentLoop:
@@ -60,6 +66,8 @@ class AgentLoop:
         """(request id, place) of what is sampled."""
         self._able: list[tuple[Call, Prepared, Session, int]] = []
         """What can be sampled, with its seed."""
+        self._printed: set[type[Exception]] = set()
+        """Kinds of errors whose traceback is in the log."""
         self._request_count = 0
         # What an abandoned step asked for may still be answered: numbers are of one episode for good.
         self._first = agents.reserve(len(requests))
@@ -97,7 +105,7 @@ class AgentLoop:
                 continue
             try:
                 call.answer(session.complete(prepared, completion))
-            except Exception as error:  # noqa: BLE001 - what one agent is told ends no other one's episode
+            except _CAUSED as error:
                 self._fail(index, call, error)
             session.answered_seconds += time.monotonic() - call.taken_at
 
@@ -139,13 +147,17 @@ class AgentLoop:
         except CallRefused as refusal:
             call.refuse(refusal)
             return
-        except Exception as error:  # noqa: BLE001 - what one agent asks ends no other one's episode
+        except _CAUSED as error:
             self._fail(index, call, error)
             return
         seed = self._requests[index].seed
         self._able.append((call, prepared, session, mixed(seed, number) if number else seed))
 
     def _fail(self, index: int, call: Call, error: Exception) -> None:
+        """End one agent's episode; what it asks or is told ends no other one's."""
+        if type(error) not in self._printed:
+            self._printed.add(type(error))
+            print(escaped_paragraph("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
         episode = self._sessions[index].episode
         episode.fault, episode.ended = f"asked what cannot be answered: {describe_error(error)}", "fault"
         self._leave(index)

@@ -72,16 +72,14 @@ def chat_call(body: Any, sampling: SamplingConfig) -> ChatCall:
     read = tuple(_message(message, number, names) for number, message in enumerate(messages))
     if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise CallRefused("tools is no list of {'type': 'function', 'function': {'name': ..., 'parameters': ...}}")
-    # A message without a text costs a token all the same.
-    characters = len(read) + _characters([[*message.values()] for message in read], "messages")
-    characters += _characters(tools, "tools")
+    characters = _characters([[*message.values()] for message in read], "messages") + _characters(tools, "tools")
     return ChatCall(read, tuple(map(_tool, tools)), _most_tokens(body), bool(body.get("logprobs")), characters)
 
 
 def _characters(value: object, name: str) -> int:
     extent = extent_of(value)
     if extent.levels > MOST_LEVELS:
-        raise CallRefused(f"{name} is nested too deeply, in more than {MOST_LEVELS} levels")
+        raise CallRefused(f"{name} is too large or nested too deeply, in more than {MOST_LEVELS} levels")
     return extent.characters
 
 

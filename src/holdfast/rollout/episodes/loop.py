@@ -310,12 +310,13 @@ class EpisodeLoop:
             self._go_on(index, _observed(episode, episode.tokens, result.messages))
 
     def _is_too_long(self, messages: Sequence[Message]) -> bool:
-        return extent_of([[*message.values()] for message in messages]).characters > self._limits.max_characters
+        characters = extent_of([[*message.values()] for message in messages]).characters
+        return len(messages) > self._limits.max_length or characters > self._limits.max_characters
 
     def _start(self, index: int, messages: Sequence[Message]) -> None:
         episode = self.episodes[index]
         if self._is_too_long(messages):
-            raise TemplateRefuses(f"more characters than data.max_length={self._limits.max_length} tokens can have")
+            raise TemplateRefuses(f"more than data.max_length={self._limits.max_length} tokens can have")
         episode.began_at = time.monotonic()
         episode.messages = with_begun(episode.request.messages, messages)
         episode.prompt_messages, episode.written = len(episode.messages), [*episode.messages]

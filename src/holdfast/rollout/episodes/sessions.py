@@ -109,6 +109,8 @@ class Session:
         longest = self._limits.max_length
         if asked.characters > self._limits.max_characters:
             self._refuse_room(f"{asked.characters} characters, more than data.max_length={longest} tokens can have")
+        if len(asked.messages) > longest:
+            self._refuse_room(f"{len(asked.messages)} messages, more than data.max_length={longest} tokens can have")
         syntax = self._syntax_of(asked.tools)
         try:
             prepared = self._prepared(asked, syntax)

@@ -22,6 +22,7 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.ahead import PromptsAhead
 from holdfast.data.tokens.vision import ImageSide
+from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import free_copies, sharded_parameters
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
@@ -203,11 +204,15 @@ def restored_afterwards(trained: Trained) -> Iterator[None]:
 def note_what_stays(run: PolicyRun) -> None:
     """Note that `residency.parameters` moves nothing of a policy that the engine reads itself."""
     if run.config.residency.parameters == "host" and not _own_parameters(run):
-        run.setting.log.messages.append(
-            "note: residency.parameters: host moves nothing of the policy here: it is not sharded, and what samples "
-            f"reads the very weights that are trained (one rank that computes in {run.trained.plan.compute_dtype}, as "
-            "it stores)"
-        )
+        run.setting.log.messages.append(f"note: {moves_nothing(run.trained.plan)}")
+
+
+def moves_nothing(plan: ShardPlan) -> str:
+    """Return the note on `residency.parameters` where the policy is whole on each rank."""
+    return (
+        "residency.parameters: host moves nothing of the policy here: it is not sharded, and what samples reads the "
+        f"very weights that are trained (one rank that computes in {plan.compute_dtype}, as it stores)"
+    )
 
 
 def _own_parameters(run: PolicyRun) -> list[Tensor]:

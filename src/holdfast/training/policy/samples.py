@@ -173,10 +173,14 @@ def question_of(prompt: Prompt, row: SampleRow, is_formatted: bool) -> str:
     messages = asked.messages if isinstance(asked, Conversation) else [{"role": "user", "content": asked}]
     if row.messages is not None and not is_formatted:
         messages = row.messages[: row.prompt_messages]
-    contents = [message.get("content") for message in messages if message["role"] == "user"]
+    contents = [message.get("content") for message in messages if message.get("role") == "user"]
     last = contents[-1] if contents else ""
-    parts = last if isinstance(last, list) else [{"text": last}]
-    return " ".join(str(part.get("text") or f"<{part.get('type')}>") for part in parts if isinstance(part, Mapping))
+    parts = last if isinstance(last, list) else [{"type": "text", "text": last}]
+    return " ".join(map(_part_words, (part for part in parts if isinstance(part, Mapping)))).strip()
+
+
+def _part_words(part: Mapping[str, Any]) -> str:
+    return str(part.get("text") or ("" if part.get("type") == "text" else f"<{part.get('type')}>"))
 
 
 def choose_samples(samples: Sequence[SampleRow], count: int) -> list[tuple[str, SampleRow]]:
