@@ -47,8 +47,8 @@ ROOMS = {
         setup
     """,
     "parallel": """
-        collectives compiler context copies failure plan rank_log rendezvous storages
-        activations shards
+        collectives context copies failure plan rank_log rendezvous storages
+        activations compiler shards
         apply mesh stream
         host_memory
     """,
