@@ -72,7 +72,7 @@ class _WalkClock(PhaseClock):
 def walk_a_step(run: PolicyRun, learn: Callable[[PolicyRun, Rollout], object]) -> None:
     """Make a trial step, and leave models, optimizers, counters, logs and random generators as they were, bit for bit.
 
-    All ranks call this together.
+    Peaks of memory are the process's and count it. All ranks call this together.
 
     Args:
         run: Ready for its first step.
