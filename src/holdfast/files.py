@@ -309,20 +309,28 @@ def size_words(count: float) -> str:
 def python_module(name: str) -> list[str]:
     """Return the command that runs a module of ours in a new Python.
 
-    `-P` keeps the current directory off the path: a user's math.py there would stand for the library's.
+    `-P` keeps the current directory from the front of the path: a user's math.py there would stand for the library's.
     """
     return [sys.executable, "-P", "-m", name]
 
 
 def look_beside(folder: Path) -> None:
-    """Let modules be imported from a folder, after all others: a file called random.py there shadows nothing."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    """Let modules be imported from a folder, then from the current directory, after all others.
+
+    A file called random.py there shadows nothing. Both stay in `sys.path` for good, in a Python caller's process too:
+    what is imported from them may import its siblings later.
+    """
+    for place in (folder.absolute(), Path.cwd()):
+        if str(place) not in sys.path:
+            sys.path.append(str(place))
 
 
 def load_module(file: Path, name: str) -> ModuleType:
-    """Import a file of the user's under a name of its own, and its siblings by theirs; raises whatever it raises."""
-    look_beside(file.absolute().parent)
+    """Import a file of the user's under a name of its own, and its siblings by theirs; raises whatever it raises.
+
+    `sys.path` and `sys.modules` keep what `look_beside` and the import add.
+    """
+    look_beside(file.parent)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -115,7 +115,7 @@ class Patience:
 
     exit_word_seconds: float = 5.0
     """Before a rank that has done everything names the threads that keep its process."""
-    exit_seconds: float = 300.0
+    threads_end_seconds: float = 300.0
     """Longest wait of a rank that has done everything for such threads, which are a user's own."""
 
     launcher_poll_seconds: float = 0.05

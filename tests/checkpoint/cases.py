@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import checkpoint
+from holdfast.checkpoint.keep.choose import ResumeChoice, newest_verified
+from holdfast.checkpoint.loading.reader import verified_manifest
 from holdfast.checkpoint.place.hashing import hash_tensor
+from holdfast.checkpoint.place.storage import Storage
 from holdfast.models.names import canonical_name
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
@@ -130,3 +134,8 @@ def load_into_other(world: World, path: str, variables: Mapping[str, str] | None
     toy(torch.ones(2, 5)).sum().backward()
     restored = checkpoint.load(path, toy, optimizer)
     return contents(toy, optimizer) | {"extra": restored.extra, "rank_extra": restored.rank_extra}
+
+
+def newest_whole(storage: Storage, ranks: RankGroup, **options: Any) -> ResumeChoice | None:
+    """Return the newest checkpoint whose files have their hashes; nothing is loaded."""
+    return newest_verified(storage, ranks, use=lambda name, _: verified_manifest(storage, name, ranks), **options)

@@ -12,11 +12,10 @@ import pytest
 from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.format.verification import verify_checkpoint
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import save_after
+from tests.checkpoint.cases import newest_whole, save_after
 from tests.crash.faulty import MoodyStorage
 
 SHARD = "dcp/__1_0.distcp"
@@ -43,7 +42,7 @@ def damage(checkpoint: Path, file: str = SHARD) -> None:
 
 
 def choose(world: World, directory: str) -> tuple[str, str]:
-    choice = newest_verified(LocalStorage(Path(directory)), RankGroup())
+    choice = newest_whole(LocalStorage(Path(directory)), RankGroup())
     return ("", "") if choice is None else (choice.name, choice.message)
 
 
@@ -122,7 +121,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_at_0_again(pools
 def test_a_read_that_fails_for_a_while_is_tried_again(run: Path, file: str) -> None:
     storage = MoodyStorage(run, f"step-00000003/{file}", failures=2)
 
-    choice = newest_verified(storage, RankGroup())
+    choice = newest_whole(storage, RankGroup())
 
     assert choice is not None
     assert choice.name == "step-00000003"
@@ -135,7 +134,7 @@ def test_what_cannot_be_read_is_refused_and_not_put_aside(run: Path, file: str, 
     storage = MoodyStorage(run, f"step-00000003/{file}", failures=100, number=number)
 
     with pytest.raises(CheckpointUnreadable, match="Nothing is known of its bytes; try again when the file system"):
-        newest_verified(storage, RankGroup())
+        newest_whole(storage, RankGroup())
 
     assert storage.renamed == []
 
@@ -143,7 +142,7 @@ def test_what_cannot_be_read_is_refused_and_not_put_aside(run: Path, file: str, 
 def test_one_wrong_read_is_no_damage(run: Path) -> None:
     storage = MoodyStorage(run, SHARD, failures=1, number=None)
 
-    choice = newest_verified(storage, RankGroup())
+    choice = newest_whole(storage, RankGroup())
 
     assert choice is not None
     assert (choice.name, storage.renamed) == ("step-00000003", [])
@@ -153,7 +152,7 @@ def test_two_reads_that_are_wrong_in_different_ways_put_nothing_aside(run: Path)
     storage = MoodyStorage(run, SHARD, failures=2, number=None)
 
     with pytest.raises(CheckpointUnreadable, match="has other bytes each time it is read"):
-        newest_verified(storage, RankGroup())
+        newest_whole(storage, RankGroup())
 
     assert storage.renamed == []
 

@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.dcp import read_dcp_metadata
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after
+from tests.checkpoint.cases import build, contents, load_into_other, newest_whole, optimizer_of, save_after
 from tests.checkpoint.damage import Touch, rewrite_manifest
 from tests.crash.processes import run_doomed
 
@@ -294,7 +293,7 @@ def load_each_flip(world: World, directory: str, count: int) -> tuple[Counter[st
         dist.barrier()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) // 1024
     untouched = contents(toy, optimizer) == before
-    choice = newest_verified(LocalStorage(Path(directory)), RankGroup())
+    choice = newest_whole(LocalStorage(Path(directory)), RankGroup())
     return found, untouched, grown, [] if choice is None else [choice.name, choice.message]
 
 

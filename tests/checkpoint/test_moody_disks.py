@@ -17,12 +17,11 @@ from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.format.verification import read_manifest, verify_checkpoint
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, optimizer_of, step
+from tests.checkpoint.cases import build, newest_whole, optimizer_of, step
 from tests.crash.faulty import FlippingStorage, ForgetfulStorage, MoodyStorage, UnopenableStorage
 from tests.crash.runs import values_of
 from tests.training.cases import run as train
@@ -55,7 +54,7 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 def chosen(storage: MoodyStorage) -> str:
     """Return what a run would continue from, having used up every fault and renamed nothing."""
-    choice = newest_verified(storage, RankGroup())
+    choice = newest_whole(storage, RankGroup())
     assert choice is not None
     assert storage.failures == 0
     assert storage.renamed == []
@@ -72,7 +71,7 @@ def test_a_manifest_that_differs_from_read_to_read_is_refused_and_not_put_aside(
     storage = FlippingStorage(run, MANIFEST, failures=100)
 
     with pytest.raises(CheckpointUnreadable, match=r"manifest\.json has other bytes each time it is read"):
-        newest_verified(storage, RankGroup())
+        newest_whole(storage, RankGroup())
 
     assert storage.renamed == []
 
@@ -112,7 +111,7 @@ def test_a_question_that_never_gets_an_answer_is_refused_and_nothing_put_aside(
     storage = ForgetfulStorage(run, question, what, failures=100, number=errno.ESTALE)
 
     with pytest.raises(CheckpointUnreadable, match="Nothing is known of its bytes; try again when the file system"):
-        newest_verified(storage, RankGroup())
+        newest_whole(storage, RankGroup())
 
     assert storage.renamed == []
 
@@ -138,7 +137,7 @@ def listing() -> _Listing:
 def test_a_directory_that_cannot_be_listed_once_is_listed_again(run: Path, listing: _Listing) -> None:
     listing.place, listing.failures = str(run / NEWEST / "dcp"), 1
 
-    choice = newest_verified(LocalStorage(run), RankGroup())
+    choice = newest_whole(LocalStorage(run), RankGroup())
 
     assert choice is not None
     assert choice.message == "resuming from step 3, verified in 6 files"
@@ -150,7 +149,7 @@ def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(run: Pa
 
     try:
         with pytest.raises(CheckpointUnreadable, match=f"{NEWEST} cannot be read: Input/output error"):
-            newest_verified(LocalStorage(run), RankGroup())
+            newest_whole(LocalStorage(run), RankGroup())
     finally:
         listing.failures = 0
 
@@ -175,7 +174,7 @@ def test_a_shard_that_cannot_be_opened_is_not_called_damaged(run: Path, look: Ca
 
 def choose_with_a_fault_on_rank_0(world: World, run: str, question: str, what: str) -> None:
     failures = 100 if world.rank == 0 else 0
-    newest_verified(ForgetfulStorage(Path(run), question, what, failures, errno.ESTALE), RankGroup())
+    newest_whole(ForgetfulStorage(Path(run), question, what, failures, errno.ESTALE), RankGroup())
 
 
 @pytest.mark.parametrize(("question", "what"), [("exists", MANIFEST), ("size", SHARD), ("names", "")])

@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import NoCheckpoint
 from holdfast.checkpoint.keep import find
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.cli.main import app
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, optimizer_of
+from tests.checkpoint.cases import build, newest_whole, optimizer_of
 
 
 def save_and_spoil(world: World, run: str) -> None:
@@ -42,7 +41,7 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 
 def choose(world: World, run: str, not_finite: bool) -> tuple[str, str]:
-    choice = newest_verified(LocalStorage(Path(run)), RankGroup(), not_finite=not_finite)
+    choice = newest_whole(LocalStorage(Path(run)), RankGroup(), not_finite=not_finite)
     return ("", "") if choice is None else (choice.name, choice.message)
 
 

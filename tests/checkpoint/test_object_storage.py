@@ -12,13 +12,12 @@ from holdfast import checkpoint
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.manifest import NAME
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import put_aside, remove_leftovers, steps
 from holdfast.checkpoint.place.layout import QUARANTINE
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, load_into_other, save_after
+from tests.checkpoint.cases import build, load_into_other, newest_whole, save_after
 from tests.crash.runs import log_of, values_of
 from tests.training.cases import run as train
 
@@ -168,7 +167,7 @@ def save_two_and_choose(world: World, url: str, variables: dict[str, str]) -> tu
     weight.data.to_local()[:] = float("nan")  # type: ignore[union-attr, operator]
     checkpoint.save(f"{url}/step-00000002", toy)
     storage = open_storage(url)
-    choice = newest_verified(storage, RankGroup())
+    choice = newest_whole(storage, RankGroup())
     assert choice is not None
     weight.data.to_local()[:] = 1.0  # type: ignore[union-attr, operator]
     checkpoint.save(f"{url}/step-00000002", toy)

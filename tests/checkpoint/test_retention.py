@@ -17,7 +17,6 @@ from holdfast import checkpoint
 from holdfast.checkpoint.errors import DirectoryTaken
 from holdfast.checkpoint.format.manifest import NAME, Manifest
 from holdfast.checkpoint.format.snapshot import take
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import (
     BestRule,
     Retention,
@@ -30,7 +29,7 @@ from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, optimizer_of, save_after, step
+from tests.checkpoint.cases import build, newest_whole, optimizer_of, save_after, step
 from tests.crash.cases import session_of
 from tests.crash.faulty import die
 from tests.crash.processes import run_doomed
@@ -211,7 +210,7 @@ def test_what_killed_saves_and_deletions_left_is_ignored_then_cleared(four: Loca
     (four.path(name) / "dcp" / "__0_0.distcp").write_bytes(b"half")
     four.make(".quarantine-step-00000000-abc")
 
-    choice = newest_verified(four, RankGroup())
+    choice = newest_whole(four, RankGroup())
     remove_leftovers(four)
     deadline_names = _wait_until_gone(four, name)
 

@@ -12,14 +12,13 @@ import torch.distributed as dist
 
 from holdfast.checkpoint.format.snapshot import set_random_state, take
 from holdfast.checkpoint.format.verification import verify_checkpoint
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import Retention, remove_leftovers, steps
 from holdfast.checkpoint.loading import reader
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.checkpoint.session import Session
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from tests.checkpoint.cases import build, contents, optimizer_of
+from tests.checkpoint.cases import build, contents, newest_whole, optimizer_of
 from tests.crash.faulty import KillingStorage, die
 from tests.crash.processes import acknowledge
 from tests.distributed.toys import Toy
@@ -116,7 +115,7 @@ def look_after(world: World, directories: Sequence[Path]) -> list[dict[str, Any]
         optimizer = optimizer_of(toy)
         if world.is_first:
             remove_leftovers(storage)
-        choice = newest_verified(storage, ranks)
+        choice = newest_whole(storage, ranks)
         chosen = None
         if choice is not None:
             loaded = reader.load_state(storage, choice.name, toy, optimizer, ranks, manifest=choice.manifest)

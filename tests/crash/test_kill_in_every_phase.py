@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.export.model import EXPORT_PHASES
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.saving.writer import SAVE_PHASES
 from holdfast.parallel.collectives import RankGroup
+from tests.checkpoint.cases import newest_whole
 from tests.cli.warm import WarmPython
 from tests.crash.killed import confirmed, start
 from tests.crash.runs import log_of, state_differences
@@ -49,7 +49,7 @@ def kill_and_go_on(warm: WarmPython, straight: Path, place: Path, kill: str, *ov
     """Kill, look at what is there, start the same command again, and compare the whole run with the straight one."""
     code, said = start(warm, place, kill, *overrides)
     known = confirmed(place)
-    choice = newest_verified(LocalStorage(place / "r" / "checkpoints"), RankGroup(), quarantine=False)
+    choice = newest_whole(LocalStorage(place / "r" / "checkpoints"), RankGroup(), quarantine=False)
 
     assert code == 3, said
     assert f"Rank {kill[0]} was killed by SIGKILL" in said

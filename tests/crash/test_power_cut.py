@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.export.model import export
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import read_pins, write_pins
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.saving.writer import SAVE_PHASES
@@ -30,7 +29,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training import directory as run_directory
 from holdfast.training.setup.model import build_policy
-from tests.checkpoint.cases import save_after
+from tests.checkpoint.cases import newest_whole, save_after
 from tests.crash.cases import ALL_STEPS, STEPS, look_after, session_of, straight, train_and_save
 from tests.crash.processes import acknowledged, run_doomed
 from tests.settings import plain_setting
@@ -79,7 +78,7 @@ def test_power_loss_after_a_save_returned_keeps_the_checkpoint(
         unsynced = remains / "unsynced"
         lost = not unsynced.exists() or unsynced.read_bytes() != b"x" * 100_000
         storage = LocalStorage(remains / "run" / "checkpoints")
-        choice = newest_verified(storage, RankGroup())
+        choice = newest_whole(storage, RankGroup())
     finally:
         unmount(remains)
 

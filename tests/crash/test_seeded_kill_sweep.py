@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.saving.writer import SAVE_PHASES
 from holdfast.parallel.collectives import RankGroup
+from tests.checkpoint.cases import newest_whole
 from tests.cli.warm import WarmPython
 from tests.crash.killed import STEPS, confirmed, start
 from tests.crash.runs import log_of, state_differences
@@ -51,7 +51,7 @@ def test_a_run_that_was_killed_anywhere_goes_on_bit_for_bit(
 ) -> None:
     code, said = start(warm, tmp_path, drawn(seed))
     known = confirmed(tmp_path)
-    choice = newest_verified(LocalStorage(tmp_path / "r" / "checkpoints"), RankGroup(), quarantine=False)
+    choice = newest_whole(LocalStorage(tmp_path / "r" / "checkpoints"), RankGroup(), quarantine=False)
     found = 0 if choice is None else choice.manifest.step
 
     assert code == 3, said

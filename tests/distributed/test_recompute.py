@@ -122,7 +122,7 @@ def router_gradients(world: World, attention: str, padded: bool, recompute: str)
     config = ParallelConfig(recompute=recompute)
     mesh = build_mesh(config, world)
     plan = replace(plan_shards([], ["", *blocks], blocks, config, shard=1, device="cpu"), sharded=False)
-    apply_plan(toy, plan, mesh)
+    apply_plan(toy, plan, mesh, torch.nn.Module.compile)
     tokens = torch.arange(2, 34).reshape(2, 16)
     mask = torch.ones_like(tokens)
     if padded:

@@ -80,5 +80,5 @@ def shard(world: World, toy: Toy, **options: Any) -> ShardPlan:
     blocks = [f"blocks.{index}" for index in range(len(toy.language_model.blocks))]
     mesh = build_mesh(config, world)
     plan = plan_shards(parameters, ["", *blocks], blocks, config, shard=mesh.size(1), device="cpu")
-    apply_plan(toy, plan, mesh)
+    apply_plan(toy, plan, mesh, nn.Module.compile)
     return plan

@@ -21,8 +21,9 @@ from torch import nn
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from holdfast.checkpoint.place.layout import DCP
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.saving.rehearsal import run_rehearsal
+from holdfast.checkpoint.saving.rehearsal import NONCE, run_rehearsal
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
@@ -157,15 +158,20 @@ def scaled_logits(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 class WithoutDeletion(LocalStorage):
-    """A place that takes files and gives none up, as by the rights of an object store."""
+    """A place that takes files and gives those of some paths not up, as by the rights of an object store."""
+
+    def __init__(self, root: Path, kept: str) -> None:
+        super().__init__(root)
+        self._kept = kept
 
     def remove(self, path: str) -> None:
-        raise PermissionError(13, "Permission denied", path)
+        if self._kept in path:
+            raise PermissionError(13, "Permission denied", path)
+        super().remove(path)
 
 
-def place_without_deletion(world: World, place: str) -> None:
-    toy = build(world)
-    run_rehearsal(WithoutDeletion(Path(place)), toy, None, RankGroup(1.0))
+def place_without_deletion(world: World, place: str, kept: str) -> None:
+    run_rehearsal(WithoutDeletion(Path(place), kept), build(world), None, RankGroup(1.0))
 
 
 def description_that_cannot_be_written(world: World, place: str) -> None:
@@ -221,7 +227,8 @@ AGREED: dict[str, tuple[Callable[[World, str], None], str, str]] = {
     "observer": (observer_that_exits, "ObserverFailed", "exits.py:observer failed at step 1: SystemExit"),
     "filter": (filter_that_exits, "DataError", "data.filter exits.py:accept raised SystemExit"),
     "head": (head_of_other_numbers, "ModelError", "follow from its output layer by another rule"),
-    "deletion": (place_without_deletion, "RehearsalFailed", "Permission denied"),
+    "deletion of the nonce": (partial(place_without_deletion, kept=NONCE), "RehearsalFailed", NONCE),
+    "deletion of tensors": (partial(place_without_deletion, kept=DCP), "RehearsalFailed", f"/{DCP})"),
     "description": (description_that_cannot_be_written, "ConfigError", "config.resolved.yaml"),
     "completions": (completions_that_cannot_be_written, "RunStopped", "completions"),
     "proof": (proof_whose_look_fails, "RunStopped", "could not be written to /nowhere"),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from holdfast import patience
 from holdfast.launch.rank import exit_in_time
 
-patience.current = replace(patience.current, exit_word_seconds=0.2, exit_seconds=1.0)
+patience.current = replace(patience.current, exit_word_seconds=0.2, threads_end_seconds=1.0)
 threading.Thread(target=time.sleep, args=({seconds},), name="mine").start()
 exit_in_time(3)
 sys.exit(3)

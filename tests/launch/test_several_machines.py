@@ -60,9 +60,13 @@ def test_a_job_that_may_lose_nodes_is_not_killed_with_one(tmp_path: Path) -> Non
     assert "srun --no-kill" in elastic
 
 
+NODE = "127.0.0.2"
+"""The address of the first node, which is this machine."""
+
+
 def met_at(script: str, folder: Path, job_number: int) -> int:
     """Run a job's text on this machine, whose `srun` prints where the nodes meet, and return that port."""
-    for name, answer in {"scontrol": "NodeAddr=127.0.0.1", "srun": "$MASTER_PORT"}.items():
+    for name, answer in {"scontrol": f"NodeAddr={NODE}", "srun": "$MASTER_PORT"}.items():
         (folder / name).write_text(f"#!/bin/sh\necho {answer}\n")
         (folder / name).chmod(0o755)
     environ = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": str(job_number), "SLURM_JOB_NODELIST": "here"}
@@ -72,11 +76,14 @@ def met_at(script: str, folder: Path, job_number: int) -> int:
     return int(done.stdout)
 
 
-def test_jobs_whose_numbers_are_ten_thousand_apart_meet_at_two_ports_of_one_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", NODE])
+def test_jobs_whose_numbers_are_ten_thousand_apart_meet_at_two_ports_of_one_machine(
+    tmp_path: Path, address: str
+) -> None:
     script = batch_script(job(tmp_path))
     first = met_at(script, tmp_path, 7)
 
-    with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", first + 1)):
+    with socket.create_server((address, first)), socket.create_server((address, first + 1)):
         second = met_at(script, tmp_path, 10_007)
 
     assert (first, second) == (20_007, 20_009)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,19 @@ def test_sgd_has_torchs_options(pools: Any) -> None:
     first = 1.0 - 0.5 * (1.25 + 0.5 * 1.25)
     slope = 1 + 0.25 * first
     assert weight.item() == pytest.approx(first - 0.5 * (slope + 0.5 * (0.5 * 1.25 + slope)))
+
+
+def test_an_optimizer_of_a_package_in_the_current_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_optimizers").mkdir()
+    (tmp_path / "own_optimizers" / "slow.py").write_text("from torch.optim import SGD as Slow\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    world = World(0, 1, 0, torch.device("cpu"), FailureChannel(torch.distributed.HashStore(), 0, 1))
+    config = UserOptimizerConfig(path="own_optimizers.slow:Slow", lr=0.1)
+    setting = replace(setting_of(config, world), base=tmp_path / "configs")
+
+    built = optimizer_of(setting, {"weight": torch.nn.Parameter(torch.ones(2, 2))})
+
+    assert type(built) is torch.optim.SGD

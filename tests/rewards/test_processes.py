@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.config.sections.reward import RewardPoolConfig
 from holdfast.rewards.processes import framing
-from tests.rewards.conftest import Start, is_alive, samples, wait_for
+from holdfast.rewards.processes.pool import RewardPool
+from tests.rewards.conftest import Start, is_alive, samples, user, wait_for
 
 RANK = """
     import os, sys, time
@@ -166,3 +168,19 @@ def test_a_message_is_awaited_on_a_descriptor_of_any_number() -> None:
         for descriptor in (reader, writer, high):
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("path", ["pkg.rew:score", "own.py:score"])
+def test_packages_of_the_current_directory_are_imported_after_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    configs = tmp_path / "configs"
+    for folder in (tmp_path / "pkg", configs):
+        folder.mkdir()
+    (tmp_path / "pkg" / "rew.py").write_text("def score(completion):\n    return len(completion)\n")
+    (tmp_path / "math.py").write_text("raise RuntimeError('imported in the place of the library')\n")
+    (configs / "own.py").write_text("import math\nfrom pkg.rew import score\n")
+    monkeypatch.chdir(tmp_path)
+
+    with RewardPool([user(path)], RewardPoolConfig(workers=1), configs, tmp_path / "logs") as pool:
+        assert [each.reward for each in pool.score(samples("abc"))] == [3.0]

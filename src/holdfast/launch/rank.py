@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def exit_in_time(code: int) -> None:
-    """Have this process, which leaves with a code now, end within `exit_seconds` whatever its threads do.
+    """Have this process, which leaves with a code now, end within `threads_end_seconds` whatever its threads do.
 
     Python waits for threads, such as one that an observer started, for as long as they go on.
     """
@@ -159,9 +159,9 @@ def exit_in_time(code: int) -> None:
         others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
         names = ", ".join(thread.name for thread in others if not thread.daemon)
         if names:
-            seconds = f"{patience.current.exit_seconds:g} s"
+            seconds = f"{patience.current.threads_end_seconds:g} s"
             print(f"Threads go on: {names}. The process waits for them {seconds} at most.", file=sys.stderr, flush=True)
-        time.sleep(max(0.0, patience.current.exit_seconds - patience.current.exit_word_seconds))
+        time.sleep(max(0.0, patience.current.threads_end_seconds - patience.current.exit_word_seconds))
         _exit_at_once(code)
 
     threading.Thread(target=watch, name="holdfast-exit", daemon=True).start()

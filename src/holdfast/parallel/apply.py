@@ -56,7 +56,7 @@ def apply_plan(
     policy: nn.Module,
     plan: ShardPlan,
     mesh: DeviceMesh,
-    compile_block: Callable[[nn.Module], object] = nn.Module.compile,
+    compile_block: Callable[[nn.Module], object],
 ) -> None:
     """Wrap a policy in place: recompute, then compile, then offload activations, then shard.
 

@@ -1,17 +1,21 @@
-"""The compiler of a model's blocks, which never fails: what it cannot compile runs operation by operation.
+"""The compiler of a model's blocks: what it cannot compile runs operation by operation.
 
 A rank whose compiler fails must not leave a forward pass in which the other ranks wait for it. The graph that failed
-runs as it is, the reason is noted, and the ranks agree afterwards on what they do about it.
+runs as it is, the reason is noted, and the ranks agree afterwards on what they do about it. A lack of memory alone is
+raised.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+from holdfast.parallel.failure.classify import is_out_of_memory
 
 _FRONT_END = logging.getLogger("torch._dynamo.convert_frame")
 """Where dynamo logs the errors that it suppresses."""
@@ -40,29 +44,31 @@ class BlockCompiler:
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         """Compile a graph, as dynamo asks."""
+        before = _copied(graph)
         try:
             if self.backend == "inductor":
                 from torch._inductor.compile_fx import compile_fx
 
-                return compile_fx(graph, inputs, inner_compile=self._lowered)
+                # Inductor otherwise times reductions and products in each process and keeps the faster form: a resumed
+                # run would add up in another order.
+                patches = {"deterministic": True}
+                return compile_fx(graph, inputs, inner_compile=self._lowered, config_patches=patches)
             return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
         except Exception as error:  # noqa: BLE001 - compilers raise errors of many kinds
             self._note(error)
-            return graph.forward
+            return before.forward
 
     def _lowered(self, graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         """Compile one pass of a graph; inductor compiles a backward pass when it is first needed."""
         from functorch.compile import make_boxed_func  # type: ignore[import-untyped]  # torch's
         from torch._inductor.compile_fx import compile_fx_inner
 
+        before = _copied(graph)
         try:
-            # Inductor otherwise times reductions in each process and keeps the faster one: a resumed run would add up
-            # in another order.
-            with torch._inductor.config.patch(deterministic=True):
-                return compile_fx_inner(graph, inputs, **options)
+            return compile_fx_inner(graph, inputs, **options)
         except Exception as error:  # noqa: BLE001 - as above
             self._note(error)
-            return make_boxed_func(graph.forward)
+            return make_boxed_func(before.forward)
 
     def _suppressing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a call within which dynamo runs a frame uncompiled rather than raise, and its warnings come here."""
@@ -89,9 +95,20 @@ class BlockCompiler:
         return False
 
     def _note(self, error: BaseException) -> None:
+        """Keep the reason of an error, and raise a lack of memory, which says nothing of the graph."""
+        cause = error
+        while isinstance(inner := getattr(cause, "inner_exception", None), BaseException):  # as dynamo wraps errors
+            cause = inner
+        if is_out_of_memory(cause):
+            raise cause
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         # A compiler's first line names the backend, and the second says what it refused.
         reason = f"{type(error).__name__}: {' '.join(lines[:2]):.400}"
         self.reasons.append(reason)
         if self.tell is not None:
             self.tell(reason)
+
+
+def _copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph that passes of the compiler do not change; both have the same parameters and constants."""
+    return fx.GraphModule(graph, copy.deepcopy(graph.graph))

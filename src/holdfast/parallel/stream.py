@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from holdfast.errors import HoldfastError
+from holdfast.files import NotRegular
 from holdfast.models.adapters.live import Join, adapters_of, joins_of
 from holdfast.models.files.conversion import Conversion, Header
 from holdfast.models.names import canonical_name
@@ -162,6 +166,7 @@ def rows_at(tensor: DTensor, index: int, count: int) -> slice:
     return slice(min(index * most, total), min((index + 1) * most, total))
 
 
+Streamed = TypeVar("Streamed")
 Pieces = Iterator[Tensor]
 """Consecutive rows of one tensor, in order, as they are received; a 0-d tensor is a single piece."""
 
@@ -217,16 +222,15 @@ def _handed_out(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Pieces]]:
 
 
 @contextmanager
-def drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def drained(tensors: Iterator[tuple[str, Streamed]]) -> Iterator[Iterator[tuple[str, Streamed]]]:
     """Walk through the rest of a stream at the end of the block: the other ranks gather with this one, and would wait.
 
-    Ctrl-C walks no further: the other ranks have left.
+    After an error that `RankGroup.together` passes on to them, too; any other is this rank's alone and leaves at once.
     """
     try:
         yield tensors
-    except Exception:
-        for _ in tensors:
-            pass
+    except (HoldfastError, NotRegular):
+        with suppress(Exception):  # such as for want of memory: the error of the block counts
+            deque(tensors, maxlen=0)
         raise
-    for _ in tensors:
-        pass
+    deque(tensors, maxlen=0)

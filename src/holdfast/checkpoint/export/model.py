@@ -37,7 +37,7 @@ from holdfast.models.files.safetensors_files import (
 )
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.collectives import RankGroup
-from holdfast.parallel.stream import Holding, Pieces, converted_tensors, headers_of, held_tensors
+from holdfast.parallel.stream import Holding, Pieces, converted_tensors, drained, headers_of, held_tensors
 
 EXPORT_ASSETS = (
     "generation_config.json",
@@ -120,19 +120,9 @@ def write_model(
     ranks.on_first_rank(lambda: check_target(directory))
     conversions, headers = _planned(held_headers, origin)
     tensors = converted_tensors(holdings, conversions, form.dtype, keep=ranks.rank == 0)
-    with ranks.together():
-        try:
-            if ranks.rank == 0:
-                _write(directory, origin, headers, tensors, form)
-        except Exception:
-            _gather(tensors)  # the other ranks do; leaving now would make them wait
-            raise
-        _gather(tensors)
-
-
-def _gather(tensors: Iterator[tuple[str, Pieces]]) -> None:
-    for _ in tensors:
-        pass
+    with ranks.together(), drained(tensors):
+        if ranks.rank == 0:
+            _write(directory, origin, headers, tensors, form)
 
 
 def check_export_names(policy: nn.Module, origin: Blueprint, dtype: torch.dtype | None) -> dict[str, Header]:

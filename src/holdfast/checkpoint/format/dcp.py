@@ -30,8 +30,9 @@ from torch.serialization import _get_layout, get_crc32_options, set_crc32_option
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.manifest import FileEntry, TensorEntry
 from holdfast.checkpoint.format.modest_pickles import is_modest
-from holdfast.checkpoint.place.memory import is_out_of_memory, no_memory_for
+from holdfast.checkpoint.place.memory import no_memory_for
 from holdfast.checkpoint.place.storage import Storage
+from holdfast.parallel.failure.classify import is_out_of_memory
 
 
 def one_process_is_meant() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.place.memory import is_out_of_memory, memory_for, no_memory_for
+from holdfast.checkpoint.place.memory import memory_for, no_memory_for
 from holdfast.checkpoint.place.storage import Storage
+from holdfast.parallel.failure.classify import is_out_of_memory
 
 _TAIL = struct.Struct("<4sQ2H2L4Q4sLQL4s4H2LH")
 """End of an archive of torch.save: zip64 end of central directory, its locator, end of central directory record."""

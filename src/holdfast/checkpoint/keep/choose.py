@@ -48,7 +48,7 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
     quarantine: bool = True,
     not_finite: bool = False,
     check: Inspect = lambda _, __: None,
-    use: Inspect | None = None,
+    use: Inspect,
 ) -> ResumeChoice | None:
     """Return the newest intact checkpoint, or None if there never was one.
 
@@ -65,9 +65,8 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
         not_finite: Whether to accept a checkpoint that holds NaN or infinity.
         check: Raises, on rank 0, if a checkpoint that would be renamed belongs to another run.
         use: Loads the choice, whose names and sizes of files have been compared, and verifies its bytes in the same
-            pass. All ranks call it together, and it raises on all of them. Where it
-            raises `TensorsDiffer`, or `CheckpointCorrupt` and a file is damaged, it is called with the next older
-            candidate. Default: the choice is verified and not loaded.
+            pass. All ranks call it together, and it raises on all of them. Where it raises `TensorsDiffer`, or
+            `CheckpointCorrupt` and a file is damaged, it is called with the next older candidate.
 
     Raises:
         CheckpointUnreadable: The directory, or a file of a candidate, cannot be read; the candidate may be intact.

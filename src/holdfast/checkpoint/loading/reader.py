@@ -48,12 +48,13 @@ from holdfast.checkpoint.loading.matching import (
 )
 from holdfast.checkpoint.place.hashing import hash_tensor
 from holdfast.checkpoint.place.layout import DCP, RANK, TRAINER, place_file, rank_file
-from holdfast.checkpoint.place.memory import is_out_of_memory, memory_for, no_memory_for
+from holdfast.checkpoint.place.memory import memory_for, no_memory_for
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.errors import HoldfastError
 from holdfast.files import parse_json
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.failure.classify import is_out_of_memory
 from holdfast.parallel.shards import local_part, sharded_parameters
 
 StateCheck = Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]

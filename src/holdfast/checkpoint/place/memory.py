@@ -1,4 +1,4 @@
-"""Distinguish a lack of memory from a damaged checkpoint, and allocate memory for large reads."""
+"""Allocate memory for large reads, and say which read lacked it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,7 @@ from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointUnreadable
 from holdfast.files import size_words
-
-_WORDS = ("DefaultCPUAllocator", "std::bad_alloc", "bad allocation", ": allocation failed")
-"""Phrases of torch's CPU allocator, of C++ and of torch's archive reader, all of which raise a RuntimeError."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of Python or torch means that memory could not be allocated."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _WORDS)
+from holdfast.parallel.failure.classify import is_out_of_memory
 
 
 def no_memory_for(path: str, size: int | None = None) -> CheckpointUnreadable:

@@ -83,11 +83,12 @@ _BODY = """
 cd {folder} || exit 2
 
 # The nodes meet on the first of them, which runs this shell, at the first port from the job's own on at which nobody
-# listens.
+# listens, neither for this machine alone nor at the node's address.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed 's/.*NodeAddr=\\([^ ]*\\).*/\\1/')
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-while (exec 3<> "/dev/tcp/127.0.0.1/$MASTER_PORT") 2> /dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done
+listens() {{ (exec 3<> "/dev/tcp/$1/$MASTER_PORT") 2> /dev/null; }}
+while listens 127.0.0.1 || listens "$MASTER_ADDR"; do MASTER_PORT=$((MASTER_PORT + 1)); done
 {interface}
 # Shortly before the time limit Slurm signals this shell alone. It passes SIGTERM on: the run saves and stops.
 pass_on() {{ timeout 10 scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null & }}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.keep.choose import ResumeChoice
-from holdfast.checkpoint.loading.reader import verified_manifest
+from holdfast.checkpoint.loading.reader import named_manifest
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.sections.engine import LocalEngineConfig
@@ -142,7 +142,7 @@ class _Rebuilt:
         if step == 0:
             return  # as it was built; nothing goes back there from another step
         name, ranks = step_name(step), self.run.setting.ranks
-        manifest = verified_manifest(self.storage, name, ranks)
+        manifest = named_manifest(self.storage, name, ranks)
         choice = ResumeChoice(name, manifest, f"weights of step {step}")
         resume(self.run.common, self.storage, choice, ranks, manifest.run_id)
 

@@ -10,7 +10,6 @@ import inspect
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -162,7 +161,6 @@ class UserTracker:
     settle_seconds = 30.0
 
     def __init__(self, run: TrackedRun, file: Path, name: str, kwargs: Mapping[str, Any]) -> None:
-        sys.path.append(str(file.parent))  # last, so that a sibling called random.py shadows nothing
         module = load_module(file, f"holdfast_tracker_{file.stem}")
         self._tracker = getattr(module, name)(run, **kwargs)
         self._takes_completions = callable(inspect.getattr_static(self._tracker, "completions", None))

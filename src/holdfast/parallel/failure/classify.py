@@ -1,10 +1,11 @@
-"""Recognise the errors of collectives that mean that another rank has died or did not arrive in time."""
+"""Recognise errors by what they mean: another rank has died or did not arrive in time, or memory is short."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 
 _TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
@@ -13,6 +14,8 @@ _BROKEN_COLLECTIVE = re.compile(
     r"\bgloo\b|connection (closed|reset) by peer|broken pipe|timed out waiting \d+ ?ms|caused pair closure",
     flags=re.IGNORECASE,
 )
+_NO_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc", "bad allocation", ": allocation failed")
+"""Phrases of torch's CPU allocator, of C++ and of torch's archive reader, all of which raise a RuntimeError."""
 
 
 def broken_by_peer(error: BaseException) -> bool:
@@ -30,6 +33,13 @@ def is_broken(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _BROKEN_COLLECTIVE.search(str(error)) is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of Python or torch means that memory could not be allocated."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _NO_MEMORY)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

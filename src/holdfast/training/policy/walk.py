@@ -14,13 +14,13 @@ from copy import deepcopy
 
 import torch
 
-from holdfast.checkpoint.place.memory import is_out_of_memory
 from holdfast.config.sections.engine import RecordedEngineConfig
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import HoldfastError, ModelError
 from holdfast.models.check.forward import plain_tokens
 from holdfast.optim.randomness import private_randomness
 from holdfast.optim.state_template import twin_of
+from holdfast.parallel.failure.classify import is_out_of_memory
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.training.phases import PhaseClock
 from holdfast.training.policy.made_up import made_up_rollout
@@ -72,7 +72,7 @@ class _WalkClock(PhaseClock):
 def walk_a_step(run: PolicyRun, learn: Callable[[PolicyRun, Rollout], object]) -> None:
     """Make a trial step, and leave models, optimizers, counters, logs and random generators as they were, bit for bit.
 
-    All ranks call this together.
+    Peaks of memory are the process's and count it. All ranks call this together.
 
     Args:
         run: Ready for its first step.
