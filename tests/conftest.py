@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,8 @@ PROCESSES = {"pools", "warm", "holdfast", "trained", "ground", "server"}
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Mark all but some cases of a function that starts processes `slow`: two stay, or as many as `cases(n)` says.
 
-    The cases that stay are spread evenly, the first and the last among them; `cases("all")` keeps all.
+    The cases that stay are spread evenly, the first and the last among them; `cases("all")` keeps all, and
+    `cases("pairs")` as many as have every pair of values of two arguments.
     """
     functions = defaultdict(list)
     for item in items:
@@ -76,12 +78,34 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         starts = PROCESSES & {*cases[0].fixturenames} - {*getattr(cases[0], "callspec", _NoCase).params}
         number = own.args[0] if own else 2 if starts else "all"
         if number != "all":
-            stay = {round(place * (len(cases) - 1) / max(number - 1, 1)) for place in range(number)}
+            stay = (
+                covering([case.callspec.indices for case in cases]) if number == "pairs" else spread(number, len(cases))
+            )
             for place in {*range(len(cases))} - stay:
                 cases[place].add_marker("slow")
     for item in items:
         if _shares_with_its_file(item) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def spread(number: int, total: int) -> set[int]:
+    """Return `number` places of `total`, the first and the last among them."""
+    return {round(place * (total - 1) / max(number - 1, 1)) for place in range(number)}
+
+
+def covering(cases: list[Mapping[str, int]]) -> set[int]:
+    """Return places of cases that have every pair of values of two arguments, the case with most new ones first.
+
+    Args:
+        cases: Of each case the arguments' names with the numbers of their values.
+    """
+    pairs = [{*combinations(sorted(case.items()), 2)} for case in cases]
+    stay, missing = set(), set().union(*pairs)
+    while missing:
+        best = max(range(len(cases)), key=lambda place: len(pairs[place] & missing))
+        stay.add(best)
+        missing -= pairs[best]
+    return stay
 
 
 def _shares_with_its_file(item: Any) -> bool:

@@ -89,7 +89,7 @@ def compare(trained: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_allclose(trained["parameters"][name], parameter, rtol=0, atol=1e-10, err_msg=name)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases("pairs")
 @pytest.mark.parametrize("shared_prefix", ["on", "off"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("run", "truncated"), [(0, "mask"), (1, "drop")])
