@@ -233,14 +233,14 @@ def _saved_settings(storage: Storage, name: str, manifest: Manifest) -> dict[str
     if file not in manifest.files:
         return {}
     tree = settings_of(verified_bytes(storage, name, manifest, file), f"{storage.root}/{name}/{file}")
-    return dict(leaves(public_configuration(tree, WHOLE)))
+    return dict(leaves(public_configuration(tree, WHOLE), into_lists=True))
 
 
 def _changed(run: Run, saved_settings: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
     if not saved_settings:
         return []
-    settings = dict(leaves(public_configuration(as_plain(run.setting.config), WHOLE)))
+    settings = dict(leaves(public_configuration(as_plain(run.setting.config), WHOLE), into_lists=True))
     changes = [
         f"{key} {saved_settings.get(key)} -> {settings.get(key)}"
         for key in sorted({*saved_settings, *settings})
