@@ -54,11 +54,11 @@ class Declared(Enum):
 PublicStr = Annotated[str, Declared.PUBLIC]
 VariableName = Annotated[str, Declared.VARIABLE]
 Kwargs = Annotated[dict[str, Any], Declared.SPARED]
-"""Arguments of a user's code that trains, which nobody asks an export for."""
+"""Arguments of a user's code that no evaluation runs."""
 PrivateFields = Annotated[dict[str, Any], Declared.SPARED]
 """Fields of the model's own files."""
-RewardKwargs = dict[str, Any]
-"""Arguments of a user's code that measures."""
+EvaluatedKwargs = dict[str, Any]
+"""Arguments of a user's code that an evaluation runs too."""
 
 
 class Section(BaseModel):

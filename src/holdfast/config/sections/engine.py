@@ -10,8 +10,8 @@ from pydantic import Field
 
 from holdfast.config.base import (
     Count,
+    EvaluatedKwargs,
     FunctionPath,
-    Kwargs,
     Mistake,
     OneOrSeveral,
     OnOrSection,
@@ -41,7 +41,7 @@ class UserEngineConfig(Section):
 
     kind: Literal["path"] = "path"
     path: FunctionPath
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: EvaluatedKwargs = Field(default_factory=dict)
     """Arguments of the function, by name."""
 
 
