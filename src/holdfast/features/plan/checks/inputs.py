@@ -238,13 +238,6 @@ def endpoints_of(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from endpoints_of(member, f"{path}.{key}".lstrip("."))
 
 
-def without_user(url: str) -> str:
-    """Return an address without the user name and the password in it."""
-    scheme, mark, address = url.partition("://")
-    host, slash, path = address.partition("/")
-    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
-
-
 def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
     """Ask each endpoint for the names of its models, and see whether servers that the run starts can be."""
     for key, section in endpoints_of(run.config):
@@ -259,9 +252,9 @@ def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
             yield _asked(key, section, url, secret)
 
 
-def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
-    endpoint = Endpoint(address, secret, patience.current.doctor_endpoint_seconds, attempts=1)
-    start, url = time.perf_counter(), without_user(address)
+def _asked(key: str, section: Any, url: str, secret: str | None) -> Finding:
+    endpoint = Endpoint(url, secret, patience.current.doctor_endpoint_seconds, attempts=1)
+    start = time.perf_counter()
     try:
         listed = endpoint.ask("GET", "/models")
     except EndpointUnwell as error:
