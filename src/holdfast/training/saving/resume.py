@@ -32,6 +32,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.fingerprints import changed_fingerprints
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
+from holdfast.training.saving.parents import recordable
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
@@ -178,8 +179,9 @@ def start_from(run: Run, checkpoint: str, ranks: RankGroup) -> tuple[str, ...]:
     )
     if run.trained.averages is not None:
         run.trained.averages.begin(sharded_parameters(run.trained.model))
-    say(run, f"weights from {checkpoint} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
-    return (f"weights from {checkpoint} ({loaded.manifest.hash})", *loaded.deviations)
+    source = recordable(checkpoint)
+    say(run, f"weights from {source} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
+    return (f"weights from {source} ({loaded.manifest.hash})", *loaded.deviations)
 
 
 def _check_identity(
