@@ -108,6 +108,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"environment": {"kind": "endpoint", "run": "world.py:agent"}},
         "world.py has no function agent. It has Silent, Asks, Long, Both, Lake.",
     ),
+    "a program that is not there": (
+        {"environment": {"kind": "endpoint", "command": ["nope", "--key", "planted"]}},
+        "environment.command: nope ",
+    ),
+    "a program beside the file that is not executable": (
+        {"environment": {"kind": "endpoint", "command": ["./world.py"]}},
+        "environment.command: ./world.py ",
+    ),
     "an agent that takes a row alone": (
         {"environment": {"kind": "endpoint", "run": "more.py:add"}},
         " cannot be called with (row, base_url, api_key): too many positional arguments. Write `def agent(row, base",
@@ -148,6 +156,7 @@ def test_what_keeps_an_episode_from_beginning_is_one_paragraph(
 
     assert done.code == 2, done.err
     assert message in done.err
+    assert "planted" not in done.err
     assert "Traceback" not in done.err
     assert len([line for line in done.err.splitlines() if line.strip()]) == 1, done.err
     assert not (tmp_path / "runs").exists()

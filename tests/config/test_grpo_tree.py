@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -241,3 +242,27 @@ def test_a_tree_that_names_rewards_or_rollouts_is_a_policy_s() -> None:
     assert verb_of({"rollout": {}}) == "grpo"
     assert verb_of({"data": {}, "model": {}}) == "sft"
     assert isinstance(run_from_mapping(LEAST), GRPOConfig)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:p@planted@h:9/v1", "https://planted@h/v1", "http://me:planted/x@h/v1", "me:planted@h:8000"]
+)
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("reward.url", {"reward": {"kind": "judge", "model": "m", "prompt": "{completion}"}}),
+        ("reference.url", {"reference": {"kind": "server"}}),
+        ("rollout.engine.url", {"rollout": {"engine": {"kind": "vllm"}}}),
+    ],
+)
+def test_an_address_with_a_password_is_refused_without_it(key: str, sections: dict[str, Any], url: str) -> None:
+    tree = json.loads(json.dumps(LEAST | sections))
+    section = tree["rollout"]["engine"] if "rollout" in tree else tree[key.partition(".")[0]]
+    section["url"] = url
+
+    with pytest.raises(ConfigError) as raised:
+        from_mapping(tree, GRPOConfig)
+
+    assert f"{key}: " in str(raised.value)
+    assert "api_key_variable" in str(raised.value)
+    assert "planted" not in str(raised.value)

@@ -39,6 +39,8 @@ def test_an_export_does_without_what_training_and_its_own_files_know(tmp_path: P
     ("changes", "keys"),
     [
         ({"reward": [{"kind": "path", "path": "a.py:f", "kwargs": LEFT_OUT}]}, ["reward.0.kwargs"]),
+        ({"objective": {"kind": "path", "path": "a.py:f", "kwargs": LEFT_OUT}}, ["objective.kwargs"]),
+        ({"rollout": {"engine": {"kind": "path", "path": "a.py:f", "kwargs": LEFT_OUT}}}, ["rollout.engine.kwargs"]),
         ({"environment": {"kind": "endpoint", "command": LEFT_OUT}}, ["environment.command"]),
         ({"data": {"path": "r.jsonl", "template_kwargs": {"a": 1, "b": LEFT_OUT}}}, ["data.template_kwargs.b"]),
         ({"data": {"path": "r.jsonl", "system": MARKS[1]}}, ["data.system"]),

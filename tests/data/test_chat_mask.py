@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from holdfast.config.sections.data import TextConfig
+from holdfast.data.content.formats import Conversation
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
+from holdfast.data.tokens.chat_template import ChatTemplate
 from holdfast.errors import DataError
 from holdfast.types import Example
 
@@ -287,6 +289,16 @@ def test_a_template_that_wants_parts_gets_text_as_one(with_template: Templated) 
         "<|user|>Hello!</s><|assistant|>Hi there.</s><|user|>What is 2+2?</s><|assistant|>Four.</s>"
     )
     assert trained_texts(example, tokenizer) == ["Hi there.</s>", "Four.</s>"]
+
+
+@pytest.mark.parametrize("written", ["message['content'][:5]", "message['content'][:5] | tojson"])
+def test_a_template_that_writes_a_list_as_it_is_gets_text(bpe: Any, written: str) -> None:
+    source = "{% for message in messages %}{{ " + written + " }}{% endfor %}"
+    template = ChatTemplate(bpe, source, {}, "it")
+
+    text = template.text(Conversation([{"role": "user", "content": "What is 2+2?"}]))
+
+    assert text.strip('"') == "What "
 
 
 def test_reasoning_that_the_generation_prompt_opens_is_trained_behind_its_opening(with_template: Templated) -> None:

@@ -407,6 +407,20 @@ def test_a_program_reads_its_row_and_has_address_and_key_in_its_environment(run:
     assert "python ended with exit code 4" in bad.fault
 
 
+def test_a_program_beside_the_file_is_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/agent.sh").write_text("#!/bin/sh\nexec python agent.py\n")
+    (tmp_path / "bin/agent.sh").chmod(0o755)
+    source = """
+    if __name__ == "__main__":
+        ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], [user("play")])
+    """
+
+    (episode,) = run(ScriptedEngine(bpe(), counting), source, command=["bin/agent.sh"])
+
+    assert (episode.ended, episode.fault) == ("done", "")
+
+
 def test_max_tokens_cuts_an_answer_where_a_lower_limit_would_have(run: Run) -> None:
     engine = SpellingEngine(bpe(), lambda _: "hello")
     source = """

@@ -331,6 +331,28 @@ def test_an_observation_with_more_characters_than_an_episode_can_have_is_not_ren
     assert max(rendered) < 100
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_an_observation_is_kept_up_to_the_characters_that_an_episode_can_have(
+    play: Callable[..., list[Episode]], done: bool
+) -> None:
+    source = f"""
+        from holdfast.environments.base import Observation
+        class World:
+            def begin(self, row): ...
+            def step(self, turn):
+                first = {{"role": "user", "content": "a" * 3000, "name": "b" * 9000}}
+                others = [{{"role": "c" * 9000, "content": "d" * 9000}}] * 3
+                return Observation([first, *others], 1.0, {done})
+    """
+
+    (episode,) = play(ScriptedEngine(bpe(), lambda _: "hello"), [{}], source=source, max_characters=4000)
+
+    said = episode.messages[episode.prompt_messages :]
+    assert (episode.ended, episode.reward) == ("done" if done else "room", 1.0)
+    assert [len(message["content"].partition(" (")[0]) for message in said[1:]] == [3000, 1000]
+    assert sum(len(str(message)) for message in said) < 6000
+
+
 def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> None:
     source = '''
         class World:

@@ -60,6 +60,8 @@ def test_an_episode_is_shown_as_a_conversation() -> None:
     row = SampleRow(1, 0, "1 + 1?", "2", 1.0, {}, 0.5, "stop", trained=True, messages=messages, prompt_messages=1)
 
     assert sample_table([("best", row)], 1).endswith("1 + 1? -> assistant: call | tool: 2 | assistant: 2")
+    silent = row._replace(reward=None, messages=messages[:1])
+    assert sample_table([("best", silent)], 1).endswith("1 + 1? -> (no turn)")
 
 
 def test_rows_of_samples_are_trajectories_that_a_supervised_run_trains_on() -> None:

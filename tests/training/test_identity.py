@@ -47,7 +47,7 @@ def test_smoothed_labels_are_part_of_a_run() -> None:
 
 
 OWN = {"kind": "path", "path": "a.py:f"}
-JUDGE = {"kind": "judge", "url": "http://me:one1@h/v1", "model": "m", "prompt": "{completion}"}
+JUDGE = {"kind": "judge", "url": "http://h/v1?key=one1", "model": "m", "prompt": "{completion}"}
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,11 @@ class Declared(Enum):
 PublicStr = Annotated[str, Declared.PUBLIC]
 VariableName = Annotated[str, Declared.VARIABLE]
 Kwargs = Annotated[dict[str, Any], Declared.SPARED]
-"""Arguments of a user's code that trains, which nobody asks an export for."""
+"""Arguments of a user's code that no evaluation runs."""
 PrivateFields = Annotated[dict[str, Any], Declared.SPARED]
 """Fields of the model's own files."""
-RewardKwargs = dict[str, Any]
-"""Arguments of a user's code that measures."""
+EvaluatedKwargs = dict[str, Any]
+"""Arguments of a user's code that an evaluation runs too."""
 
 
 class Section(BaseModel):
@@ -236,10 +236,12 @@ def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([str(field.default), *map(str, get_args(field.annotation))]))
 
 
-def leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every leaf of nested mappings."""
+def leaves(values: Any, path: str = "", *, into_lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every leaf of nested mappings, and of lists of mappings if asked for."""
+    if into_lists and isinstance(values, list) and any(isinstance(item, dict) for item in values):
+        values = dict(enumerate(values))
     if isinstance(values, dict) and values:
         for key, value in values.items():
-            yield from leaves(value, f"{path}.{key}" if path else str(key))
+            yield from leaves(value, f"{path}.{key}" if path else str(key), into_lists=into_lists)
     else:
         yield path, values

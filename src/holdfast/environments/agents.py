@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -59,10 +60,16 @@ def load_agent(section: Mapping[str, Any], base: Path) -> AgentSource:
     """Import what a section names.
 
     Raises:
-        CannotStart: It is not there, or takes something else than a row, an address and a key.
+        CannotStart: It is not there or cannot be run, or takes something else than a row, an address and a key.
     """
     kinds, kwargs = {"": Kind(None, Form, (), replayable=False)}, section["kwargs"]
     if section["run"] is None:
+        program = section["command"][0]
+        if shutil.which(base / program if os.sep in program else program) is None:
+            raise CannotStart(
+                f"{SUBJECT}.command: {program} is no program that this machine can run. Install it, name a file below "
+                f"{base} that is executable, or begin with its interpreter, as in [python, agent.py]."
+            )
         return AgentSource(kinds, {}, partial(_run_program, section["command"], base))
     function, file = load_name(section["run"], base, SUBJECT)
     try:

@@ -206,6 +206,10 @@ def result_of(value: object) -> StepResult:
     reward = number_of(value.reward)
     if reward is None:
         raise Malformed(f"returned the reward {_kind(value.reward)}, which is no finite number")
+    if number_of(value.done) not in {0.0, 1.0}:
+        raise Malformed(f"returned the done {_kind(value.done)}, which is no truth value")
+    if not isinstance(value.info, Mapping):
+        raise Malformed(f"returned the info {_kind(value.info)}, which is no mapping")
     info = {str(name): number for name, item in value.info.items() if (number := number_of(item)) is not None}
     return StepResult(messages_of(value.messages), reward, bool(value.done), info)
 

@@ -17,10 +17,15 @@ import pytest
 import yaml
 
 import holdfast
+from holdfast.cli.commands.data.survey import survey_of
 from holdfast.config.sections.engine import StartConfig
 from holdfast.config.sections.model import ModelConfig
+from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import as_plain
+from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, ModelError
 from holdfast.features.plan.checks.findings import Check, Finding, findings_of, ok
+from holdfast.features.plan.checks.inputs import CheckedRun, changed_keys
 from holdfast.features.plan.checks.machine import bad_pairs
 from holdfast.features.plan.checks.servers import shortage
 from holdfast.features.plan.doctor import doctor, told
@@ -327,6 +332,18 @@ def test_what_a_resume_would_do_is_said(capsys: Any, pools: Any, tmp_path: Path)
     assert grade == "Warn"
     assert "from step 2" in text
     assert "newer ones are damaged: step-00000004" in text
+
+
+def test_changed_values_are_told_by_leaf_and_without_what_may_be_secret(place: Path) -> None:
+    (place / "rewards.py").write_text(REWARDS)
+    own = {"kind": "path", "path": "rewards.py:sound", "kwargs": {"key": "planted1", "list": [{"a": "planted2"}]}}
+    path = written(place, [own, {"kind": "exact", "weight": 0.5}], run={"name": "r", "dir": str(place / "runs")})
+    before, after = load_run(path, []), load_run(path, ["reward.1.weight=1.0", "reward.0.kwargs.key=planted3"])
+    run = CheckedRun(after.config, place, 1, survey_of, dict)
+    run.directory.mkdir(parents=True)
+    (run.directory / "config.resolved.yaml").write_text(to_yaml(as_plain(before.config)))
+
+    assert changed_keys(run) == ["reward.0.kwargs changed", "reward.1.weight 0.5 -> 1.0"]
 
 
 def test_pairs_that_are_known_not_to_work_fail() -> None:

@@ -184,7 +184,7 @@ def policy(**changes: Any) -> dict[str, Any]:
         "reward": [
             {"kind": "path", "path": "/home/me/my.py:f", "kwargs": {"a": 1}},
             {"kind": "path", "path": "b.py:g", "kwargs": {}},
-            {"kind": "judge", "url": "https://me:word@host:8000/v1?t=1", "api_key_variable": "JUDGE_KEY",
+            {"kind": "judge", "url": "https://host:8000/v1?t=1", "api_key_variable": "JUDGE_KEY",
              "model": "big", "prompt": "Rate it.\n{completion}"},
         ],
         "evaluation": {"sets": {"held": {"path": "s3://me:word@bucket/rows.jsonl"}}},

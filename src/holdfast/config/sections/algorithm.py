@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, FunctionPath, Kwargs, ProperFraction, Section
+from holdfast.config.base import ByKind, EvaluatedKwargs, FunctionPath, ProperFraction, Section
 
 
 class NLLConfig(Section):
@@ -30,7 +30,7 @@ class UserObjectiveConfig(Section):
     kind: Literal["path"] = "path"
     path: FunctionPath
     """`file.py:function`; the function returns the loss, a holdfast.objectives.base.Objective."""
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: EvaluatedKwargs = Field(default_factory=dict)
     """Arguments of the function, by name."""
 
 

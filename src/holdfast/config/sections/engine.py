@@ -10,8 +10,8 @@ from pydantic import Field
 
 from holdfast.config.base import (
     Count,
+    EvaluatedKwargs,
     FunctionPath,
-    Kwargs,
     Mistake,
     OneOrSeveral,
     OnOrSection,
@@ -41,7 +41,7 @@ class UserEngineConfig(Section):
 
     kind: Literal["path"] = "path"
     path: FunctionPath
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: EvaluatedKwargs = Field(default_factory=dict)
     """Arguments of the function, by name."""
 
 
@@ -152,8 +152,9 @@ class VLLMEngineConfig(EndpointConfig):
         """Yield addresses that are none, come twice, or that nobody should listen at."""
         yield from super().mistakes()
         for url in self.url:
-            yield from endpoint_mistakes(url, self.api_key_variable)
-            path = urlsplit(url).path.strip("/")
+            mistakes = [*endpoint_mistakes(url, self.api_key_variable)]
+            yield from mistakes
+            path = "" if mistakes else urlsplit(url).path.strip("/")
             if path:
                 yield "url", f"{url}: its routes stand beside /v1; leave /{path} out"
         if len({url.rstrip("/") for url in self.url}) < len(self.url):

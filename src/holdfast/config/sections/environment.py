@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, ImportPath, Mistake, OneOrSeveral, Positive, PositiveInt, RewardKwargs, Section
+from holdfast.config.base import (
+    ByKind,
+    EvaluatedKwargs,
+    ImportPath,
+    Mistake,
+    OneOrSeveral,
+    Positive,
+    PositiveInt,
+    Section,
+)
 
 
 class EnvironmentConfig(Section):
@@ -24,7 +33,7 @@ class EnvironmentConfig(Section):
     `environment` names one. Null: tools alone."""
     action: ImportPath | None = None
     """`file.py:function` from the text of a turn to an action, where `path` makes an environment of gymnasium."""
-    kwargs: RewardKwargs = Field(default_factory=dict)
+    kwargs: EvaluatedKwargs = Field(default_factory=dict)
     """Arguments of its constructor."""
     tools: Annotated[list[ImportPath], OneOrSeveral()] = Field(default_factory=list)
     """`file.py:function`, each with types and a docstring, that the policy may call; public methods of the class are
@@ -67,7 +76,7 @@ class AgentConfig(Section):
     command: list[str] = Field(default_factory=list)
     """A program and its arguments, in the place of `run`: it reads the row as JSON from its standard input, and has
     OPENAI_BASE_URL and OPENAI_API_KEY in its environment."""
-    kwargs: RewardKwargs = Field(default_factory=dict)
+    kwargs: EvaluatedKwargs = Field(default_factory=dict)
     """Further arguments of the function."""
     max_turns: PositiveInt = 8
     """Completions that an agent may ask for; a further one is refused."""

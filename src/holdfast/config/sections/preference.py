@@ -11,7 +11,16 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, FunctionPath, Kwargs, Mistake, NonNegative, OneOrSeveral, Positive, Section
+from holdfast.config.base import (
+    ByKind,
+    EvaluatedKwargs,
+    FunctionPath,
+    Mistake,
+    NonNegative,
+    OneOrSeveral,
+    Positive,
+    Section,
+)
 
 Lengths = Literal["sum", "mean"]
 """Whether log-probabilities of an answer are summed over its tokens, or averaged."""
@@ -141,7 +150,7 @@ class UserLossConfig(AnyLoss):
     kind: Literal["path"] = "path"
     path: FunctionPath
     """`file.py:function`; the function returns the loss, a holdfast.objectives.pairs.PairLoss."""
-    kwargs: Kwargs = Field(default_factory=dict)
+    kwargs: EvaluatedKwargs = Field(default_factory=dict)
     """Arguments of the function, by name."""
     needs_reference: bool = True
     """Whether the loss compares with a reference policy."""

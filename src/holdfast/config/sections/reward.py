@@ -11,13 +11,13 @@ from pydantic import AfterValidator, Field
 from holdfast.config.base import (
     ByKind,
     Count,
+    EvaluatedKwargs,
     ImportPath,
     Mistake,
     Pattern,
     Positive,
     PositiveInt,
     PublicStr,
-    RewardKwargs,
     Section,
     VariableName,
 )
@@ -49,7 +49,7 @@ class UserRewardConfig(_RewardSection):
     path: ImportPath
     """`file.py:function`, a relative file looked up beside the YAML, or `package.module:function`; returns a number,
     None or a dict with the key `reward`, `overall` or `score`."""
-    kwargs: RewardKwargs = Field(default_factory=dict)
+    kwargs: EvaluatedKwargs = Field(default_factory=dict)
     """Arguments of the function, or of the constructor of a class, by name."""
 
     @property

@@ -42,8 +42,11 @@ class ServerConfig(EndpointConfig):
 
 
 def endpoint_mistakes(url: str, key_variable: str | None) -> Iterator[Mistake]:
-    """Yield an address that is none, and a key in the place of its variable."""
-    if (why_not := _why_no_address(url)) is not None:
+    """Yield an address that is none or has a password, which is not shown, and a key in the place of its variable."""
+    why_not = _why_no_address(url)
+    if "@" in url and (why_not is not None or "@" in urlsplit(url).netloc):
+        yield "url", "an address has no user and no password; name the variable of a key in api_key_variable"
+    elif why_not is not None:
         yield "url", f"{url!r} is no address{why_not}; write it as in http://localhost:8000/v1"
     if key_variable is not None and not key_variable.isidentifier():
         yield "api_key_variable", "this is no name of a variable; write a name such as OPENAI_API_KEY, never a key"

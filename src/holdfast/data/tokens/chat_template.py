@@ -88,6 +88,8 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _QUESTION = {"role": "user", "content": "holdfast?"}
 _ANSWER = {"role": "assistant", "content": "holdfast!"}
 """Messages that show how a template writes; nothing in a template looks like them."""
+_WRITTEN_PART = re.compile(r"""(['"])type\1:\s*(['"])text\2""")
+"""A part of a content in Python or JSON, as a template that takes contents for text writes one."""
 
 Span = tuple[int, int]
 """Tokens start..end-1."""
@@ -239,8 +241,9 @@ class ChatTemplate:
         """Whether contents must be lists of parts, as in templates of models that see images."""
         for message, is_list in ((_QUESTION, False), (_in_parts(_QUESTION), True)):
             try:
-                if _QUESTION["content"] in self._render([message], None, tokenize=False):
-                    return is_list
+                rendered = self._render([message], None, tokenize=False)
+                if _QUESTION["content"] in rendered:
+                    return is_list and _WRITTEN_PART.search(rendered) is None
             except RENDERING_ERRORS:
                 continue
         return False

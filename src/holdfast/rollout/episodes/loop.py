@@ -297,14 +297,16 @@ class EpisodeLoop:
         episode.info |= result.info
         episode.called.update(result.called)
         episode.failed_calls += result.failed_calls
-        episode.messages += result.messages
-        episode.written += result.messages
+        is_too_long = self._is_too_long(result.messages)
+        said = _shortened(result.messages, int(self._limits.max_characters)) if is_too_long else result.messages
+        episode.messages += said
+        episode.written += said
         if episode.ended is not None or result.done:
             episode.ended = episode.ended or "done"
             self._leave(index)
         elif episode.turn_count >= self._limits.max_turns:
             self._end(index, "turns")
-        elif self._is_too_long(result.messages):
+        elif is_too_long:
             self._end(index, "room")
         else:
             self._go_on(index, _observed(episode, episode.tokens, result.messages))
@@ -365,6 +367,20 @@ def _observed(episode: Episode, tokens: EpisodeTokens, messages: Sequence[Messag
     if np.array_equal(whole[: tokens.tokens.size], tokens.tokens):
         return tokens.with_observation(whole[tokens.tokens.size :])
     return EpisodeTokens.of_prompt(whole)
+
+
+def _shortened(messages: Sequence[Message], characters: int) -> list[Message]:
+    """Return the beginning of messages that no policy reads: so many characters of their texts, with a mark."""
+    kept: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        is_whole = len(content) <= characters
+        text = content if is_whole else f"{content[:characters]} ({len(content) - characters} more characters)"
+        kept.append({"role": message["role"][:characters], "content": text})
+        characters -= max(len(content), 1)
+        if characters <= 0:
+            break
+    return kept
 
 
 def with_begun(prompt: Sequence[Message], begun: Sequence[Message]) -> list[Message]:

@@ -260,7 +260,8 @@ def _conversation(item: SampleRow) -> str:
     """Return an answer, or who said what in an episode."""
     if item.messages is None:
         return item.completion
-    return " | ".join(f"{message['role']}: {message['content']}" for message in item.messages[item.prompt_messages :])
+    said = item.messages[item.prompt_messages :]
+    return " | ".join(f"{message['role']}: {message['content']}" for message in said) or "(no turn)"
 
 
 def _shared(first: str, second: str, room: int) -> tuple[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from holdfast.config.sections.environment import AgentConfig
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.rewards.base import RunProgress, Sample, Scored
 from holdfast.training.policy.run import PolicyEvaluation
 from holdfast.training.run import Trained
@@ -24,7 +26,7 @@ def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[lis
         # What ends the reward processes of one rank ends the run on all.
         answered = iter(policy.setting.ranks.on_all_ranks(lambda: policy.score(samples)))
         scored = [
-            _of_failed_environment(trajectory) if trajectory.finish is Finish.ERROR else next(answered)
+            _of_failed_episode(policy, trajectory) if trajectory.finish is Finish.ERROR else next(answered)
             for _, trajectory in pairs
         ]
     following = iter(scored)
@@ -38,10 +40,13 @@ def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[lis
     return rewarded, scored
 
 
-def _of_failed_environment(trajectory: Trajectory) -> Scored:
-    """Leave out an episode whose environment failed: that is not its doing."""
+def _of_failed_episode(policy: PolicyEvaluation, trajectory: Trajectory) -> Scored:
+    """Leave out an episode whose environment or agent failed: that is not its doing."""
     fault = "" if trajectory.episode is None else trajectory.episode.fault
-    message = f"environment {fault}; the group goes on without sample {trajectory.sample_id}"
+    config = policy.setting.config
+    is_agent = isinstance(config, GRPOConfig) and isinstance(config.environment, AgentConfig)
+    whose = "agent" if is_agent else "environment"
+    message = f"{whose} {fault}; the group goes on without sample {trajectory.sample_id}"
     return Scored(None, {}, {}, "error", "sample", message)
 
 

@@ -54,7 +54,8 @@ def evaluated_model(setting: ConfiguredRun, model: Path | None) -> tuple[str, di
     """
     paths = _model_paths(setting, model)
     identities = {key: _identity(path) for key, path in paths.items()}
-    about = {"model": setting.config.model.path, "exports": identities}
+    name = setting.config.model.path
+    about = {"model": None if name is None else recordable(name), "exports": identities}
     if not paths:
         return "untrained", about
     key, path = list(paths.items())[-1]  # adapters say more than the model that they adapt
@@ -75,21 +76,22 @@ def parent_of(run: Run) -> dict[str, Any] | None:
     section, checkpoint = run.setting.config.model, run.setting.config.checkpoint
     parent: dict[str, Any] = {}
     if section.path is not None:
-        parent = {"model": section.path, "export": _identity(run.trained.origin.directory)}
+        parent = {"model": recordable(section.path), "export": _identity(run.trained.origin.directory)}
         if section.lora is not None and section.lora.path is not None:
             adapter_path = Path(section.lora.path)
             parent |= {
-                "adapters": section.lora.path,
+                "adapters": recordable(section.lora.path),
                 "adapters_export": _identity(adapter_path if adapter_path.is_dir() else None),
             }
     if checkpoint.init_from is not None:
-        parent["init_from"] = _public(checkpoint.init_from)
+        parent["init_from"] = recordable(checkpoint.init_from)
     if isinstance(checkpoint.resume.start, str):
-        parent["resume_from"] = _public(checkpoint.resume.start)
+        parent["resume_from"] = recordable(checkpoint.resume.start)
     return parent or None
 
 
-def _public(text: str) -> str:
+def recordable(text: str) -> str:
+    """Return a path or an address as records may have it: without user, password and query."""
     return without_password(text) or LEFT_OUT
 
 

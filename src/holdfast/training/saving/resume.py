@@ -32,6 +32,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.fingerprints import changed_fingerprints
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
+from holdfast.training.saving.parents import recordable
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
@@ -178,8 +179,9 @@ def start_from(run: Run, checkpoint: str, ranks: RankGroup) -> tuple[str, ...]:
     )
     if run.trained.averages is not None:
         run.trained.averages.begin(sharded_parameters(run.trained.model))
-    say(run, f"weights from {checkpoint} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
-    return (f"weights from {checkpoint} ({loaded.manifest.hash})", *loaded.deviations)
+    source = recordable(checkpoint)
+    say(run, f"weights from {source} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
+    return (f"weights from {source} ({loaded.manifest.hash})", *loaded.deviations)
 
 
 def _check_identity(
@@ -233,14 +235,14 @@ def _saved_settings(storage: Storage, name: str, manifest: Manifest) -> dict[str
     if file not in manifest.files:
         return {}
     tree = settings_of(verified_bytes(storage, name, manifest, file), f"{storage.root}/{name}/{file}")
-    return dict(leaves(public_configuration(tree, WHOLE)))
+    return dict(leaves(public_configuration(tree, WHOLE), into_lists=True))
 
 
 def _changed(run: Run, saved_settings: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
     if not saved_settings:
         return []
-    settings = dict(leaves(public_configuration(as_plain(run.setting.config), WHOLE)))
+    settings = dict(leaves(public_configuration(as_plain(run.setting.config), WHOLE), into_lists=True))
     changes = [
         f"{key} {saved_settings.get(key)} -> {settings.get(key)}"
         for key in sorted({*saved_settings, *settings})

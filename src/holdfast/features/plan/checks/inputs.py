@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.verification import check_names, read_manifest
 from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.place.storage import open_storage
-from holdfast.config.base import Section, leaves
+from holdfast.config.base import LEFT_OUT, Section, leaves
+from holdfast.config.public import HASHED, WHOLE, public_configuration
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.reward import CodeConfig, JudgeConfig, ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -53,6 +54,7 @@ _SAMPLES = 2
 _SLOW_SECONDS = 1.0
 """Of a reward for one sample."""
 _SHOWN = 6
+_COMPARED = replace(HASHED, text=str)
 
 
 @dataclass(frozen=True)
@@ -236,13 +238,6 @@ def endpoints_of(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from endpoints_of(member, f"{path}.{key}".lstrip("."))
 
 
-def without_user(url: str) -> str:
-    """Return an address without the user name and the password in it."""
-    scheme, mark, address = url.partition("://")
-    host, slash, path = address.partition("/")
-    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
-
-
 def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
     """Ask each endpoint for the names of its models, and see whether servers that the run starts can be."""
     for key, section in endpoints_of(run.config):
@@ -257,9 +252,9 @@ def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
             yield _asked(key, section, url, secret)
 
 
-def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
-    endpoint = Endpoint(address, secret, patience.current.doctor_endpoint_seconds, attempts=1)
-    start, url = time.perf_counter(), without_user(address)
+def _asked(key: str, section: Any, url: str, secret: str | None) -> Finding:
+    endpoint = Endpoint(url, secret, patience.current.doctor_endpoint_seconds, attempts=1)
+    start = time.perf_counter()
     try:
         listed = endpoint.ask("GET", "/models")
     except EndpointUnwell as error:
@@ -314,14 +309,23 @@ def changed_keys(run: CheckedRun) -> list[str]:
     if not file.exists():
         return []
     try:
-        previous = dict(leaves(as_plain(load_run(file, []).config)))
+        previous = as_plain(load_run(file, []).config)
     except ConfigError:
         return []  # of an earlier version
-    current = dict(leaves(as_plain(run.config)))
-    keys = sorted(key for key in {*previous, *current} if previous.get(key) != current.get(key))
+    before, after = _told(previous), _told(as_plain(run.config))
+    unseen = ("", None)
+    changes = [(key, before.get(key, unseen), after.get(key, unseen)) for key in sorted({*before, *after})]
     return [
-        f"{key} {previous.get(key)} -> {current.get(key)}" for key in keys if not key.startswith(("run.", "launch."))
+        f"{key} changed" if old[1] == new[1] else f"{key} {old[1]} -> {new[1]}"
+        for key, old, new in changes
+        if old[0] != new[0] and not key.startswith(("run.", "launch."))
     ]
+
+
+def _told(tree: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return each leaf of a configuration as it is compared, and as it is shown."""
+    compared, shown = (dict(leaves(public_configuration(tree, form), into_lists=True)) for form in (_COMPARED, WHOLE))
+    return {key: (value, shown.get(key, LEFT_OUT)) for key, value in compared.items()}
 
 
 def bytes_of_checkpoints(run: CheckedRun) -> int | None:
