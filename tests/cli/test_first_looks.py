@@ -47,7 +47,6 @@ def test_a_run_dir_that_cannot_be_made_is_a_users_error(tmp_path: Path, tree: di
         holdfast.sft(tree | changed)
 
 
-@pytest.mark.slow
 def test_commands_say_nothing_of_other_packages(trained: Path, tmp_path: Path) -> None:
     """In processes of their own: what other packages say when they are imported is said once in a process."""
     rows = tmp_path / "rows.jsonl"

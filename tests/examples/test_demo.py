@@ -84,7 +84,6 @@ def test_two_ranks_share_no_gpu(gpus: int, device: str, where: str) -> None:
     assert device_for(gpus) == (device, where)
 
 
-@pytest.mark.slow
 def test_a_demo_of_few_steps_kills_resumes_verifies_and_exports(warm: WarmPython, tmp_path: Path) -> None:
     few = ["steps=10", "checkpoint.every_steps=3", "evaluation.sets.held_out.synthetic.rows=8", "data.batch_size=4"]
 

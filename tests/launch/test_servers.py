@@ -51,7 +51,6 @@ def test_a_server_that_is_there_already_is_not_taken_for_ours(tmp_path: Path) ->
     assert not servers.processes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("has_begun", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_logs_of_servers_stay_with_a_run_that_has_begun(tmp_path: Path, has_begun: bool) -> None:
     with socket.socket() as place:

@@ -25,7 +25,6 @@ def dropping(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {"optim": {"lr": 0.01}}
 
 
-@pytest.mark.slow
 def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path, dropping: dict[str, Any]) -> None:
     done = prove(warm, tmp_path, dropping, "--steps", "6", "--kill-at", "5")
 

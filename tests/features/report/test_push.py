@@ -72,7 +72,6 @@ def push(hub: Hub, export: Path, *arguments: str, token: str | None = TOKEN) -> 
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.mark.slow
 def test_a_new_repository_is_private_and_holds_the_models_own_files(hub: Hub, export: Path) -> None:
     done = push(hub, export)
 

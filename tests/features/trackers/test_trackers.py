@@ -241,7 +241,6 @@ def test_a_run_without_trackers_starts_no_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_tensorboard_reads_the_effective_log(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = WrittenRun(tmp_path / "r", ["tensorboard"])
