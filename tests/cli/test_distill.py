@@ -41,7 +41,6 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
     assert done.out.splitlines()[-1] == "identical"
 
 
-@pytest.mark.slow
 def test_a_run_writes_what_the_student_said_and_its_export_is_evaluated_alike(
     warm: WarmPython, tmp_path: Path, taught: dict[str, Any]
 ) -> None:

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 
@@ -30,7 +28,6 @@ def test_the_steps_that_are_named_are_profiled_on_every_rank(
         assert backward, "a trace without a backward pass saw no step"
 
 
-@pytest.mark.slow
 def test_the_batch_of_a_spike_is_recorded(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     rows = [{"prompt": f"add {n}=", "completion": "1"} for n in range(200)]
     rows[117] = {"prompt": "odd=", "completion": "zqxjkvbpyg wvut srq"}

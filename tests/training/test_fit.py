@@ -202,7 +202,6 @@ def test_completions_are_graded_and_written(pools: Any, tmp_path: Path, ranks: i
     assert all(item["reference"] == "".join(sorted(item["prompt"][5:7])) for item in answered)
 
 
-@pytest.mark.slow
 def test_tensorboard_holds_the_same_numbers(pools: Any, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -167,7 +167,6 @@ def rewarded(world: World, values: dict[str, Any], gold: list[dict[str, str]]) -
         return [(scored.reward, scored.parts["math"] or 0.0) for scored in rewards.score(samples)]
 
 
-@pytest.mark.slow
 def test_a_policy_is_asked_in_chat_format_and_rewarded_by_the_math_reward(
     pools: Any, tmp_path: Path, model: Path, gsm8k: Path, rows: list[dict[str, str]]
 ) -> None:

@@ -14,7 +14,6 @@ from holdfast.metrics.sink import read_metrics
 from tests.training.cases import run, tree
 
 
-@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_its_trackers(pools: Any, tmp_path: Path) -> None:
     metrics = {"progress": "off", "sinks": ["csv"]}
     pools(1).run(run, tree(str(tmp_path), steps=2, metrics=metrics))

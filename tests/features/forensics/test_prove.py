@@ -217,7 +217,6 @@ def test_a_proof_keeps_out_of_the_run_s_own_checkpoints(warm: WarmPython, tmp_pa
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "divergence"),
     [

@@ -159,7 +159,6 @@ def test_without_code_no_file_of_the_users_is_run(capsys: Any, place: Path) -> N
     assert not (place / "was-run").exists()
 
 
-@pytest.mark.slow
 def test_a_place_that_cannot_be_written_fails_in_one_paragraph(capsys: Any, place: Path) -> None:
     code, findings = looked(capsys, written(place), "run.dir=/proc/runs", only="place")
 
@@ -202,6 +201,7 @@ def test_ranks_that_cannot_be_arranged_fail(capsys: Any, place: Path) -> None:
     assert "parallel.replicate=2 copies cannot be spread over 1 ranks" in str(findings)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_wrong_fails_beside_what_can_be_looked_at(capsys: Any, place: Path) -> None:
     code, findings = looked(capsys, written(place, steps="many"))
 

@@ -107,7 +107,6 @@ def test_csv_ends_with_the_effective_log_after_a_kill_and_a_rewind(tmp_path: Pat
     assert (about["run_id"], about["versions"], about["configuration"]["optim"]["lr"]) == (RUN_ID, VERSIONS, 0.001)
 
 
-@pytest.mark.slow
 def test_a_torn_row_of_csv_is_cut(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "r", ["csv"])
     run.start()
