@@ -13,10 +13,10 @@ from tests.cli.warm import Done, WarmPython
 from tests.logprob_server import served
 from tests.tiny import tiny_directory
 
-OF_START = 2 * 4
-"""Requests of two ranks before step 1."""
 OF_STEP = 4 * 4 + 1
 """Requests of a step: one for each completion, and one that sees whether the model is still the same."""
+OF_START = 2 * 4 + OF_STEP
+"""Requests before step 1: four of each of two ranks, and those of the step that is tried."""
 
 
 def losses(place: Path, name: str) -> list[tuple[int, float, float]]:
