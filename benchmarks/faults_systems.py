@@ -217,11 +217,15 @@ class Holdfast(System):
         from holdfast import checkpoint
         from holdfast.checkpoint.calls import call
         from holdfast.checkpoint.keep.choose import newest_verified
+        from holdfast.checkpoint.loading.reader import verified_manifest
         from holdfast.checkpoint.place.storage import open_storage
         from holdfast.errors import RankFailed
 
+        storage = open_storage(place)
         with call("load", 0.25, RankFailed) as (ranks, _):
-            choice = newest_verified(open_storage(place), ranks, quarantine=False)
+            choice = newest_verified(
+                storage, ranks, quarantine=False, use=lambda name, _: verified_manifest(storage, name, ranks)
+            )
         assert choice is not None, "there is no checkpoint"
         restored = checkpoint.load(f"{place}/{choice.name}", self.model, self.optimizer, timeout_minutes=0.25)
         return restored.extra if own else None
