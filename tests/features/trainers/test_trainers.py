@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,15 @@ def killed_in_save(script: str, folder: Path, step: str, *words: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["trainer", pytest.param("trl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "trainer",
+        pytest.param(
+            "trl", marks=pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL; make bench installs it")
+        ),
+    ],
+)
 def test_a_trainer_killed_in_a_save_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
     flags = ("wide",) if kind == "trainer" else ("wide", "trl")
     straight = result_of("trainer_script.py", str(tmp_path / "straight"), *flags)
