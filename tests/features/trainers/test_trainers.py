@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
+WITHOUT_TRL = pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="needs TRL; make bench installs it")
 
 
 def started(script: str, *words: str) -> list[subprocess.Popen[str]]:
@@ -91,9 +91,7 @@ def killed_in_save(script: str, folder: Path, step: str, *words: str) -> Path:
     "kind",
     [
         "trainer",
-        pytest.param(
-            "trl", marks=pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL; make bench installs it")
-        ),
+        pytest.param("trl", marks=WITHOUT_TRL),
     ],
 )
 def test_a_trainer_killed_in_a_save_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
