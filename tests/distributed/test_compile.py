@@ -89,7 +89,7 @@ def test_a_rank_without_a_compiler_lets_all_ranks_run_uncompiled(
     found = pools(2).run(train_with_a_broken_compiler, trees[1], rows_of(24), broken, str(tmp_path))[0]
 
     assert found["losses"] == eager["losses"]
-    (line,) = found["printed"]
+    _, line = found["printed"]  # the first says that blocks are compiled now
     assert line.startswith("blocks: not compiled, ")
     assert "InvalidCxxCompiler" in line
 
