@@ -16,10 +16,8 @@ WIDTH, LAYERS = 256, 4
 def ranks_environment(rank: int, port: int, size: int = 2) -> dict[str, str]:
     """Return what torchrun would set."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "faults",
@@ -221,11 +219,9 @@ class Holdfast(System):
         from holdfast.checkpoint.place.storage import open_storage
         from holdfast.errors import RankFailed
 
-        storage = open_storage(place)
         with call("load", 0.25, RankFailed) as (ranks, _):
-            choice = newest_verified(
-                storage, ranks, quarantine=False, use=lambda name, _: verified_manifest(storage, name, ranks)
-            )
+            storage, use = open_storage(place), lambda name, _: verified_manifest(storage, name, ranks)
+            choice = newest_verified(storage, ranks, quarantine=False, use=use)
         assert choice is not None, "there is no checkpoint"
         restored = checkpoint.load(f"{place}/{choice.name}", self.model, self.optimizer, timeout_minutes=0.25)
         return restored.extra if own else None
