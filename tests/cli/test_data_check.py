@@ -18,21 +18,21 @@ from tests.videos import video_directory
 from tests.vision import vision_directory
 
 
-def check(warm: WarmPython, folder: Path, *arguments: str) -> Done:
+def check(folder: Path, *arguments: str) -> Done:
     return cli_in_process("data", "check", "run.yaml", *arguments, cwd=folder)
 
 
-def checked(warm: WarmPython, folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    done = check(warm, folder, "--json")
+def checked(folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    done = check(folder, "--json")
     assert done.err == "", done.err
     return done.code, json.loads(done.out)["sets"]
 
 
-def test_rows_without_a_mistake_are_counted(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_rows_without_a_mistake_are_counted(tmp_path: Path, tree: dict[str, Any]) -> None:
     """Each row is `add N=`, its number and the end: 6 + 1 + 1 characters, two more for 10 and 11."""
     write_run(tmp_path / "run.yaml", tree)
 
-    done = check(warm, tmp_path)
+    done = check(tmp_path)
 
     assert (done.code, done.err) == (0, "")
     assert done.out.splitlines() == [
@@ -44,7 +44,7 @@ def test_rows_without_a_mistake_are_counted(warm: WarmPython, tmp_path: Path, tr
     ]
 
 
-def test_one_of_each_mistake_is_named_with_its_row(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_one_of_each_mistake_is_named_with_its_row(tmp_path: Path, tree: dict[str, Any]) -> None:
     good = {"prompt": "add 1=", "completion": "1"}
     write_rows(tmp_path / "rows.jsonl", [
         good, {"prompt": "add 2="}, {"prompt": None, "completion": "3"}, good, {"prompt": "a" * 40, "completion": "4"},
@@ -53,7 +53,7 @@ def test_one_of_each_mistake_is_named_with_its_row(warm: WarmPython, tmp_path: P
     tree["data"]["overlong"] = "truncate"
     write_run(tmp_path / "run.yaml", tree)
 
-    code, (training,) = checked(warm, tmp_path)
+    code, (training,) = checked(tmp_path)
 
     assert code == 1
     assert training["mistaken_rows"] == 2
@@ -66,27 +66,25 @@ def test_one_of_each_mistake_is_named_with_its_row(warm: WarmPython, tmp_path: P
     assert training["trained_tokens"] == 2 + 2 + 26 + 2
 
 
-def test_a_run_that_refuses_long_rows_is_shown_how_long_they_are(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
-) -> None:
+def test_a_run_that_refuses_long_rows_is_shown_how_long_they_are(tmp_path: Path, tree: dict[str, Any]) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "a" * length, "completion": "b"} for length in (5, 70, 200)])
     tree["data"]["overlong"] = "refuse"
     write_run(tmp_path / "run.yaml", tree)
 
-    done = check(warm, tmp_path)
+    done = check(tmp_path)
 
     assert done.code == 1
     assert "    rows row 1 has 72 tokens, more than 32, and data.overlong is refuse." in done.out.splitlines()
     assert "  data.max_length: 256 fits 99 % of them, 256 all" in done.out.splitlines()
 
 
-def test_a_set_split_off_is_named_by_rows_of_the_file(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_a_set_split_off_is_named_by_rows_of_the_file(tmp_path: Path, tree: dict[str, Any]) -> None:
     rows = [{"prompt": f"add {n}=", "completion": str(n)} for n in range(11)]
     write_rows(tmp_path / "rows.jsonl", [*rows, {"prompt": "no answer"}])
     tree["data"]["validation_split"] = 0.5
     write_run(tmp_path / "run.yaml", tree)
 
-    code, sets = checked(warm, tmp_path)
+    code, sets = checked(tmp_path)
 
     assert code == 1
     assert [each["set"] for each in sets] == ["training", "evaluation validation"]
@@ -96,9 +94,7 @@ def test_a_set_split_off_is_named_by_rows_of_the_file(warm: WarmPython, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "bradley_terry"])
-def test_pairs_and_labels_are_measured_before_they_are_cut(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], kind: str
-) -> None:
+def test_pairs_and_labels_are_measured_before_they_are_cut(tmp_path: Path, tree: dict[str, Any], kind: str) -> None:
     pair = {"prompt": "ab", "chosen": "c" * 50, "rejected": "d"}
     label = {"prompt": "ab", "completion": "c" * 50, "label": True}
     write_rows(tmp_path / "rows.jsonl", [label if kind == "kto" else pair] * 3)
@@ -106,7 +102,7 @@ def test_pairs_and_labels_are_measured_before_they_are_cut(
     tree["data"]["overlong"] = "truncate"
     write_run(tmp_path / "run.yaml", tree)
 
-    code, (training,) = checked(warm, tmp_path)
+    code, (training,) = checked(tmp_path)
 
     assert code == 0
     assert training["counts"] == {"truncated": 3}
@@ -115,9 +111,7 @@ def test_pairs_and_labels_are_measured_before_they_are_cut(
     assert training["duplicates"] == 2
 
 
-def test_rows_left_out_before_they_are_measured_are_a_share_of_all_rows(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
-) -> None:
+def test_rows_left_out_before_they_are_measured_are_a_share_of_all_rows(tmp_path: Path, tree: dict[str, Any]) -> None:
     alike = {"prompt": "ab", "chosen": "c", "rejected": "c"}
     long = {"prompt": "ab", "chosen": "c" * 50, "rejected": "d" * 50}
     write_rows(tmp_path / "rows.jsonl", [alike, long, {"prompt": "ab", "chosen": "c", "rejected": "d"}, alike] * 3)
@@ -125,7 +119,7 @@ def test_rows_left_out_before_they_are_measured_are_a_share_of_all_rows(
     tree["data"] |= {"overlong": "truncate", "unusable": "drop"}
     write_run(tmp_path / "run.yaml", tree)
 
-    done = check(warm, tmp_path)
+    done = check(tmp_path)
 
     assert (done.code, done.err) == (0, "")
     shares = [line for line in done.out.splitlines() if "%" in line and ":" in line and "tokens:" not in line]
@@ -138,14 +132,14 @@ def test_rows_left_out_before_they_are_measured_are_a_share_of_all_rows(
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_that_a_run_skips_are_no_mistake_of_the_file(
-    streaming: bool, warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+    streaming: bool, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
     good = json.dumps({"prompt": "add 1=", "completion": "1"})
     (tmp_path / "rows.jsonl").write_text(f'{{"prompt":\n{good}\n{{"prompt": "a", "completion": null}}\n{good}\n')
     tree["data"] |= {"on_bad_row": "skip", "rows": "prompt_completion", "streaming": streaming}
     write_run(tmp_path / "run.yaml", tree)
 
-    done = check(warm, tmp_path)
+    done = check(tmp_path)
 
     assert (done.code, done.err) == (0, "")
     assert done.out.splitlines()[0] == "training, rows: 4 rows, 2 sequences of 16 tokens, 4 of them trained"
@@ -179,11 +173,11 @@ def test_prompts_have_a_limit_apart_from_that_of_completions(
     policy = tree | {"reward": "exact", "rollout": {"max_new_tokens": 8, "group_size": 2}}
     write_run(tmp_path / "run.yaml", policy)
 
-    done = check(warm, tmp_path)
+    done = check(tmp_path)
     shown = cli_in_process("data", "preview", "run.yaml", "--row", "11", cwd=tmp_path)
     trained = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", "data.shuffle=false", "steps=3", cwd=tmp_path)
-    wide = check(warm, tmp_path, "data.max_prompt_length=25")
-    refused = check(warm, tmp_path, "data.overlong=refuse")
+    wide = check(tmp_path, "data.max_prompt_length=25")
+    refused = check(tmp_path, "data.overlong=refuse")
 
     assert "  3 (25.0% of rows): longer than 10 tokens and are left out" in done.out.splitlines()
     assert "  data.max_prompt_length: 64 fits 99 % of them, 64 all" in done.out.splitlines()
@@ -196,7 +190,7 @@ def test_prompts_have_a_limit_apart_from_that_of_completions(
     assert refused.code == 1
 
 
-def test_prompts_leave_room_and_answers_can_be_read(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_prompts_leave_room_and_answers_can_be_read(tmp_path: Path, tree: dict[str, Any]) -> None:
     answers = ["1", r"\frac{1}{2}", "", "4", "5"]
     rows = [{"prompt": "a" * (2 + 7 * place), "answer": answer} for place, answer in enumerate(answers)]
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -204,7 +198,7 @@ def test_prompts_leave_room_and_answers_can_be_read(warm: WarmPython, tmp_path: 
     tree["data"]["overlong"] = "drop"
     write_run(tmp_path / "run.yaml", tree)
 
-    done = check(warm, tmp_path)
+    done = check(tmp_path)
 
     lines = done.out.splitlines()
     assert done.code == 1, done.err
@@ -214,20 +208,18 @@ def test_prompts_leave_room_and_answers_can_be_read(warm: WarmPython, tmp_path: 
     assert lines[-1] == "  1 right answers that reward math cannot read, such as ''"
 
 
-def test_rows_that_are_not_there_are_a_mistake_of_the_file(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
-) -> None:
+def test_rows_that_are_not_there_are_a_mistake_of_the_file(tmp_path: Path, tree: dict[str, Any]) -> None:
     (tmp_path / "rows.jsonl").unlink()
     write_run(tmp_path / "run.yaml", tree)
 
-    done = check(warm, tmp_path)
+    done = check(tmp_path)
 
     assert done.code == 2
     assert "rows.jsonl" in done.err
     assert "Traceback" not in done.err
 
 
-def test_videos_and_their_frames_are_counted_and_the_longest_is_named(warm: WarmPython, tmp_path: Path) -> None:
+def test_videos_and_their_frames_are_counted_and_the_longest_is_named(tmp_path: Path) -> None:
     """Two frames of 16 x 16 pixels are 2 x 2 tokens; of 3 seconds 6 frames are taken, and 4 at least."""
     video_directory(tmp_path / "model", "qwen2_5_vl")
     for seconds in (1, 3):
@@ -240,8 +232,8 @@ def test_videos_and_their_frames_are_counted_and_the_longest_is_named(warm: Warm
     data = {"path": "rows.jsonl", "batch_size": 2, "max_length": 64}
     write_run(tmp_path / "run.yaml", {"steps": 1, "model": {"path": "model"}, "data": data})
 
-    said = check(warm, tmp_path)
-    code, (training,) = checked(warm, tmp_path)
+    said = check(tmp_path)
+    code, (training,) = checked(tmp_path)
 
     assert (said.code, code) == (1, 1)
     assert training["videos"] == {
@@ -256,7 +248,7 @@ def test_videos_and_their_frames_are_counted_and_the_longest_is_named(warm: Warm
     assert f"rows row 3, video 0 ({tmp_path}/cut.mkv) cannot be read as a film: it ends" in said.out
 
 
-def test_images_are_counted_and_the_largest_is_named(warm: WarmPython, tmp_path: Path) -> None:
+def test_images_are_counted_and_the_largest_is_named(tmp_path: Path) -> None:
     """A token stands for 8 x 8 pixels: 2 x 2 of the first two pictures, 3 x 4 of the third."""
     vision_directory(tmp_path / "model", "qwen2_5_vl")
     sizes = [(16, 16), (16, 16), (32, 24)]
@@ -267,8 +259,8 @@ def test_images_are_counted_and_the_largest_is_named(warm: WarmPython, tmp_path:
     data = {"path": "rows.jsonl", "batch_size": 2, "max_length": 64}
     write_run(tmp_path / "run.yaml", {"steps": 1, "model": {"path": "model"}, "data": data})
 
-    said = check(warm, tmp_path)
-    code, (training,) = checked(warm, tmp_path)
+    said = check(tmp_path)
+    code, (training,) = checked(tmp_path)
 
     assert (said.code, code) == (0, 0)
     assert training["images"] == {

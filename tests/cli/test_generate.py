@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from tests.cli.commands import in_a_terminal
 from tests.cli.fixtures import HOLDFAST, write_rows
 from tests.cli.in_process import cli_in_process
-from tests.cli.warm import Done, WarmPython
+from tests.cli.warm import Done
 
 STEP_3 = "runs/run/checkpoints/step-00000003"
 
 
-def generated(warm: WarmPython, place: Path, *words: str) -> Done:
+def generated(place: Path, *words: str) -> Done:
     return cli_in_process("generate", *words, cwd=place)
 
 
@@ -52,17 +52,15 @@ def refused(done: Done, *said: str) -> None:
         assert words in done.err
 
 
-def test_greedy_completions_of_export_run_and_checkpoint_are_those_of_transformers(
-    warm: WarmPython, place: Path
-) -> None:
+def test_greedy_completions_of_export_run_and_checkpoint_are_those_of_transformers(place: Path) -> None:
     final = place / "runs/run/exports/final"
     exported = cli_in_process("checkpoint", "export", STEP_3, "-o", "of-3", cwd=place)
     assert exported.code == 0, exported.err
     ask = ("--prompt", "add 3=", "--prompt", "sub 11", "--max-new-tokens", "9", "--json")
 
-    of_export = json.loads(generated(warm, place, "runs/run/exports/final", *ask).out)
-    of_run = json.loads(generated(warm, place, "runs/run", *ask).out)
-    of_step = json.loads(generated(warm, place, STEP_3, *ask).out)
+    of_export = json.loads(generated(place, "runs/run/exports/final", *ask).out)
+    of_run = json.loads(generated(place, "runs/run", *ask).out)
+    of_step = json.loads(generated(place, STEP_3, *ask).out)
 
     run_id = json.loads((place / "runs/run/run.json").read_text())["run_id"]
     for answer, directory, step in ((of_export, final, 4), (of_run, final, 4), (of_step, place / "of-3", 3)):
@@ -75,20 +73,20 @@ def test_greedy_completions_of_export_run_and_checkpoint_are_those_of_transforme
     assert of_step["path"].endswith("step-00000003")
 
 
-def test_a_run_without_exports_is_exported_in_passing_and_left_as_it_was(warm: WarmPython, place: Path) -> None:
+def test_a_run_without_exports_is_exported_in_passing_and_left_as_it_was(place: Path) -> None:
     ask = ("runs/run", "--prompt", "add 3=", "--max-new-tokens", "9", "--json")
-    with_export = json.loads(generated(warm, place, *ask).out)
+    with_export = json.loads(generated(place, *ask).out)
     shutil.rmtree(place / "runs/run/exports")
     before = sorted(str(path) for path in place.rglob("*"))
 
-    without = json.loads(generated(warm, place, *ask).out)
+    without = json.loads(generated(place, *ask).out)
 
     assert without["completions"] == with_export["completions"]
     assert without["step"] == 4
     assert sorted(str(path) for path in place.rglob("*")) == before
 
 
-def test_draws_are_those_of_transformers_for_a_seed_temperature_and_top_p(warm: WarmPython, place: Path) -> None:
+def test_draws_are_those_of_transformers_for_a_seed_temperature_and_top_p(place: Path) -> None:
     ask = (
         "runs/run",
         "--prompt",
@@ -102,7 +100,7 @@ def test_draws_are_those_of_transformers_for_a_seed_temperature_and_top_p(warm: 
         "--json",
     )
 
-    answers = {seed: json.loads(generated(warm, place, *ask, "--seed", str(seed)).out) for seed in (5, 6)}
+    answers = {seed: json.loads(generated(place, *ask, "--seed", str(seed)).out) for seed in (5, 6)}
 
     how = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 0}
     for seed, answer in answers.items():
@@ -111,22 +109,20 @@ def test_draws_are_those_of_transformers_for_a_seed_temperature_and_top_p(warm: 
     assert answers[5]["completions"] != answers[6]["completions"]
 
 
-def test_chat_lays_the_prompt_into_the_template_with_the_opening_of_an_answer(warm: WarmPython, place: Path) -> None:
+def test_chat_lays_the_prompt_into_the_template_with_the_opening_of_an_answer(place: Path) -> None:
     ask = ("runs/run", "--prompt", "add 3=", "--max-new-tokens", "9", "--chat", "--json")
 
-    (each,) = json.loads(generated(warm, place, *ask).out)["completions"]
+    (each,) = json.loads(generated(place, *ask).out)["completions"]
 
     written = "<user>add 3=<assistant>"
     assert each["tokens"] == by_transformers(place / "runs/run/exports/final", written, 9, do_sample=False)
     assert each["prompt_tokens"] == 8
 
 
-def test_rows_are_completed_in_their_order_and_the_text_names_run_step_and_prompt(
-    warm: WarmPython, place: Path
-) -> None:
+def test_rows_are_completed_in_their_order_and_the_text_names_run_step_and_prompt(place: Path) -> None:
     write_rows(place / "asked.jsonl", [{"q": "add 1="}, {"q": "a\x1bb"}])
 
-    done = generated(warm, place, "runs/run", "--rows", "asked.jsonl", "--column", "q", "--max-new-tokens", "3")
+    done = generated(place, "runs/run", "--rows", "asked.jsonl", "--column", "q", "--max-new-tokens", "3")
 
     run_id = json.loads((place / "runs/run/run.json").read_text())["run_id"]
     assert done.code == 0, done.err
@@ -176,11 +172,11 @@ def in_a_hub_cache(directory: Path, cache: Path) -> dict[str, str]:
     return {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
 
 
-def test_a_plain_directory_is_completed_as_transformers_does(warm: WarmPython, place: Path) -> None:
+def test_a_plain_directory_is_completed_as_transformers_does(place: Path) -> None:
     directory = plain_model(place)
 
-    done = generated(warm, place, "plain", "--prompt", "add 3=", "--max-new-tokens", "9", "--json")
-    shown = generated(warm, place, "plain", "--prompt", "add 3=", "--max-new-tokens", "9")
+    done = generated(place, "plain", "--prompt", "add 3=", "--max-new-tokens", "9", "--json")
+    shown = generated(place, "plain", "--prompt", "add 3=", "--max-new-tokens", "9")
 
     assert done.code == 0, done.err
     answer = json.loads(done.out)
@@ -202,12 +198,12 @@ def test_a_name_on_the_hub_is_completed_as_transformers_does(place: Path) -> Non
     assert answer["completions"][0]["tokens"] == by_transformers(place / "plain", "add 3=", 9, do_sample=False)
 
 
-def test_base_and_trained_complete_rows_side_by_side(warm: WarmPython, place: Path) -> None:
+def test_base_and_trained_complete_rows_side_by_side(place: Path) -> None:
     directory = plain_model(place)
     write_rows(place / "asked.jsonl", [{"prompt": "add 3="}, {"prompt": "sub 11"}])
     ask = ("plain", "runs/run", "--rows", "asked.jsonl", "--max-new-tokens", "9")
 
-    as_json, shown = generated(warm, place, *ask, "--json"), generated(warm, place, *ask)
+    as_json, shown = generated(place, *ask, "--json"), generated(place, *ask)
 
     assert (as_json.code, shown.code) == (0, 0), as_json.err + shown.err
     base, trained = json.loads(as_json.out)["models"]
@@ -224,40 +220,38 @@ def test_base_and_trained_complete_rows_side_by_side(warm: WarmPython, place: Pa
         assert [cell.strip() for cell in line.split("│")[1:-1]] == [prompt, *(text.strip() for text in texts)]
 
 
-def test_of_several_models_each_prompt_fits_all_or_nothing_is_loaded(warm: WarmPython, place: Path) -> None:
+def test_of_several_models_each_prompt_fits_all_or_nothing_is_loaded(place: Path) -> None:
     directory = plain_model(place)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
 
-    done = generated(warm, place, "runs/run", "plain", "--prompt", "add 123456=")
+    done = generated(place, "runs/run", "plain", "--prompt", "add 123456=")
 
     refused(done, "plain: Prompt 1 of 1 is too long: its 11 tokens do not fit into the 8 positions of the model")
 
 
-def test_a_plain_model_without_a_weight_is_refused_and_not_filled_with_random_values(
-    warm: WarmPython, place: Path
-) -> None:
+def test_a_plain_model_without_a_weight_is_refused_and_not_filled_with_random_values(place: Path) -> None:
     directory = plain_model(place)
     weights = load_file(directory / "model.safetensors")
     weights.pop("model.layers.0.mlp.up_proj.weight")
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
-    done = generated(warm, place, "plain", "--prompt", "add 3=")
+    done = generated(place, "plain", "--prompt", "add 3=")
 
     refused(done, "plain has no values for model.layers.0.mlp.up_proj.weight, which a LlamaForCausalLM needs")
 
 
-def test_paths_that_are_nothing_to_load_are_refused_in_a_paragraph(warm: WarmPython, place: Path) -> None:
+def test_paths_that_are_nothing_to_load_are_refused_in_a_paragraph(place: Path) -> None:
     (place / "empty").mkdir()
 
-    refused(generated(warm, place, "run.yaml", "--prompt", "a"), "run.yaml is the configuration file of a run")
+    refused(generated(place, "run.yaml", "--prompt", "a"), "run.yaml is the configuration file of a run")
     for target in ("nowhere", "./nowhere", "empty"):
-        refused(generated(warm, place, target, "--prompt", "a"), f"{target} is none of what can be loaded: an export")
+        refused(generated(place, target, "--prompt", "a"), f"{target} is none of what can be loaded: an export")
     shutil.rmtree(place / "runs/run/checkpoints")
-    refused(generated(warm, place, "runs/run", "--prompt", "a"), "runs/run")
+    refused(generated(place, "runs/run", "--prompt", "a"), "runs/run")
 
 
-def test_weights_with_another_byte_are_refused_in_an_export_and_in_a_checkpoint(warm: WarmPython, place: Path) -> None:
+def test_weights_with_another_byte_are_refused_in_an_export_and_in_a_checkpoint(place: Path) -> None:
     exported = cli_in_process("checkpoint", "export", STEP_3, "-o", "of-3", cwd=place)
     assert exported.code == 0, exported.err
     weight = load_file(place / "of-3/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
@@ -265,18 +259,18 @@ def test_weights_with_another_byte_are_refused_in_an_export_and_in_a_checkpoint(
     flip(place / STEP_3 / "dcp/__1_0.distcp", last_row)
     flip(place / "runs/run/exports/final/model.safetensors", None)
 
-    export = generated(warm, place, "runs/run/exports/final", "--prompt", "a")
-    checkpoint = generated(warm, place, STEP_3, "--prompt", "a")
+    export = generated(place, "runs/run/exports/final", "--prompt", "a")
+    checkpoint = generated(place, STEP_3, "--prompt", "a")
 
     refused(export, "model.safetensors has other bytes: its hash is", "Export the model again")
     refused(checkpoint, "step-00000003", "model.layers.0.mlp.up_proj.weight")
 
 
-def test_an_export_without_its_tokenizer_is_refused(warm: WarmPython, place: Path) -> None:
+def test_an_export_without_its_tokenizer_is_refused(place: Path) -> None:
     for file in (place / "runs/run/exports/final").glob("tokenizer*"):
         file.unlink()
 
-    refused(generated(warm, place, "runs/run/exports/final", "--prompt", "a"), "has no tokenizer")
+    refused(generated(place, "runs/run/exports/final", "--prompt", "a"), "has no tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -292,13 +286,11 @@ def test_an_export_without_its_tokenizer_is_refused(warm: WarmPython, place: Pat
     ],
     ids=["empty", "second empty", "too long", "no room", "two sources", "no file", "no column"],
 )
-def test_prompts_that_cannot_be_completed_are_refused(
-    warm: WarmPython, place: Path, words: list[str], said: str
-) -> None:
-    refused(generated(warm, place, "runs/run", *words), said)
+def test_prompts_that_cannot_be_completed_are_refused(place: Path, words: list[str], said: str) -> None:
+    refused(generated(place, "runs/run", *words), said)
 
 
-def test_chat_without_a_template_is_refused(warm: WarmPython, place: Path) -> None:
+def test_chat_without_a_template_is_refused(place: Path) -> None:
     final = place / "runs/run/exports/final"
     for file in final.glob("*.jinja"):
         file.unlink()
@@ -306,6 +298,6 @@ def test_chat_without_a_template_is_refused(warm: WarmPython, place: Path) -> No
     config.pop("chat_template", None)
     (final / "tokenizer_config.json").write_text(json.dumps(config))
 
-    done = generated(warm, place, "runs/run/exports/final", "--chat", "--prompt", "a")
+    done = generated(place, "runs/run/exports/final", "--chat", "--prompt", "a")
 
     refused(done, "cannot be written as a conversation: its chat_template is not set", "Leave out --chat")

@@ -13,14 +13,14 @@ from tests.cli.in_process import cli_in_process
 from tests.cli.warm import Done, WarmPython
 
 
-def preview(warm: WarmPython, folder: Path, *arguments: str) -> Done:
+def preview(folder: Path, *arguments: str) -> Done:
     return cli_in_process("data", "preview", "run.yaml", *arguments, cwd=folder)
 
 
-def test_a_row_is_shown_as_tokens_with_their_number(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_a_row_is_shown_as_tokens_with_their_number(tmp_path: Path, tree: dict[str, Any]) -> None:
     write_run(tmp_path / "run.yaml", tree)
 
-    done = preview(warm, tmp_path, "--row", "3")
+    done = preview(tmp_path, "--row", "3")
 
     assert done.err == ""
     assert done.code == 0
@@ -40,36 +40,34 @@ def test_a_terminal_shows_what_is_trained_in_green_and_the_rest_dim(
     assert "8 tokens, 2 trained (green)" in counted
 
 
-def test_every_trained_stretch_is_marked(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_every_trained_stretch_is_marked(tmp_path: Path, tree: dict[str, Any]) -> None:
     turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "e")]
     write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
     template = "{% for m in messages %}{{ m.content }}{{ '=' if m.role == 'user' else eos_token }}{% endfor %}"
     tree["data"]["chat_template"] = template
     write_run(tmp_path / "run.yaml", tree)
 
-    done = preview(warm, tmp_path)
+    done = preview(tmp_path)
 
     assert done.code == 0, done.err
     assert done.out.splitlines() == ["a=⟦bc<eos>⟧d=⟦e<eos>⟧", "9 tokens, 5 trained (between ⟦ and ⟧)"]
 
 
-def test_a_row_has_the_number_it_has_in_the_file_whatever_is_held_out(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
-) -> None:
+def test_a_row_has_the_number_it_has_in_the_file_whatever_is_held_out(tmp_path: Path, tree: dict[str, Any]) -> None:
     tree["data"] |= {"validation_split": 0.5, "filter": "not_there.py:f"}
     write_run(tmp_path / "run.yaml", tree)
 
-    shown = [preview(warm, tmp_path, "--row", str(row)).out.splitlines()[0] for row in (0, 5, 11)]
+    shown = [preview(tmp_path, "--row", str(row)).out.splitlines()[0] for row in (0, 5, 11)]
 
     assert shown == ["add 0=⟦0<eos>⟧", "add 5=⟦5<eos>⟧", "add 11=⟦11<eos>⟧"]
 
 
-def test_what_was_cut_is_counted(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_what_was_cut_is_counted(tmp_path: Path, tree: dict[str, Any]) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "abc=", "completion": "defghij"}])
     write_run(tmp_path / "run.yaml", tree)
 
-    split = preview(warm, tmp_path, "data.max_length=5", "data.overlong=split")
-    dropped = preview(warm, tmp_path, "data.max_length=5", "data.overlong=drop")
+    split = preview(tmp_path, "data.max_length=5", "data.overlong=split")
+    dropped = preview(tmp_path, "data.max_length=5", "data.overlong=drop")
 
     assert split.out.splitlines() == [
         "abc=⟦d⟧", "5 tokens, 1 trained (between ⟦ and ⟧)", "e⟦fghi⟧", "5 tokens, 4 trained (between ⟦ and ⟧)",
@@ -78,22 +76,22 @@ def test_what_was_cut_is_counted(warm: WarmPython, tmp_path: Path, tree: dict[st
     assert dropped.out.splitlines() == ["overlong_dropped: 1", "this row is not trained on"]
 
 
-def test_a_row_that_is_not_there_is_refused(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_a_row_that_is_not_there_is_refused(tmp_path: Path, tree: dict[str, Any]) -> None:
     write_run(tmp_path / "run.yaml", tree)
 
-    known = preview(warm, tmp_path, "--row", "12")
-    streamed = preview(warm, tmp_path, "data.streaming=true", "--row", "12")
+    known = preview(tmp_path, "--row", "12")
+    streamed = preview(tmp_path, "data.streaming=true", "--row", "12")
 
     assert (known.code, known.err) == (2, "rows has no row 12. It has rows 0 to 11.\n")
     assert (streamed.code, streamed.err) == (2, "rows has no row 12.\n")
 
 
-def test_a_prompt_is_shown_as_the_policy_sees_it(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_a_prompt_is_shown_as_the_policy_sees_it(tmp_path: Path, tree: dict[str, Any]) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"add {n}=", "answer": str(n)} for n in range(12)])
     policy = tree | {"reward": "exact", "rollout": {"max_new_tokens": 8}}
     write_run(tmp_path / "run.yaml", policy)
 
-    done = preview(warm, tmp_path, "--row", "7")
+    done = preview(tmp_path, "--row", "7")
 
     assert done.code == 0, done.err
     assert done.out.splitlines() == [
@@ -103,9 +101,7 @@ def test_a_prompt_is_shown_as_the_policy_sees_it(warm: WarmPython, tmp_path: Pat
     ]
 
 
-def test_what_is_counted_on_a_prompt_is_told_in_true_sentences(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
-) -> None:
+def test_what_is_counted_on_a_prompt_is_told_in_true_sentences(tmp_path: Path, tree: dict[str, Any]) -> None:
     from holdfast.data.tasks.synthetic import character_tokenizer
 
     tokenizer = character_tokenizer()
@@ -115,7 +111,7 @@ def test_what_is_counted_on_a_prompt_is_told_in_true_sentences(
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "add 7=", "answer": "7"}, {"prompt": "a" * 30, "answer": "7"}])
     write_run(tmp_path / "run.yaml", tree | {"reward": "exact", "rollout": {"max_new_tokens": 8}})
 
-    short, long = (preview(warm, tmp_path, "--row", row).out.splitlines() for row in "01")
+    short, long = (preview(tmp_path, "--row", row).out.splitlines() for row in "01")
 
     assert short[-1].startswith("the prompt is plain text, so the tokenizer's chat template is not used")
     assert not any("room" in line for line in short)

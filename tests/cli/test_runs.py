@@ -44,13 +44,13 @@ def started(warm: WarmPython, place: Path, tree: dict[str, Any], *words: str) ->
     return warm.run(*COMMAND, "sft", "run.yaml", *words, cwd=place)
 
 
-def looked(warm: WarmPython, place: Path, *words: str) -> Done:
+def looked(place: Path, *words: str) -> Done:
     return cli_in_process("runs", "ls", *words, cwd=place)
 
 
-def only(warm: WarmPython, place: Path) -> dict[str, Any]:
+def only(place: Path) -> dict[str, Any]:
     """Return the one run that is there."""
-    (run,) = json.loads(looked(warm, place, "--json").out)["runs"]
+    (run,) = json.loads(looked(place, "--json").out)["runs"]
     return dict(run)
 
 
@@ -60,13 +60,13 @@ def files_below(place: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_a_run_that_is_done_is_listed_with_what_its_files_say_and_nothing_is_written(
-    warm: WarmPython, ended: Path, tmp_path: Path
+    ended: Path, tmp_path: Path
 ) -> None:
     about = json.loads((ended / "exports/best/holdfast_export.json").read_text())
     before = files_below(tmp_path)
 
-    done = looked(warm, tmp_path)
-    run = only(warm, tmp_path)
+    done = looked(tmp_path)
+    run = only(tmp_path)
 
     assert files_below(tmp_path) == before
     assert done.code == 0, done.err
@@ -87,11 +87,11 @@ def test_a_run_that_is_done_is_listed_with_what_its_files_say_and_nothing_is_wri
 
 
 def test_a_run_that_somebody_copied_in_part_has_the_newest_checkpoint_that_is_there(
-    warm: WarmPython, ended: Path, tmp_path: Path
+    ended: Path, tmp_path: Path
 ) -> None:
     shutil.rmtree(ended / "checkpoints/step-00000002")
 
-    assert only(warm, tmp_path)["checkpoint"] == 1
+    assert only(tmp_path)["checkpoint"] == 1
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_run_that_goes_on_and_is_stopped_by_the_clock_is_stopped(
 ) -> None:
     done = started(warm, tmp_path, tree, "steps=100000", "max_minutes=0.005")
 
-    run = only(warm, tmp_path)
+    run = only(tmp_path)
 
     assert done.code == 3, done.err
     last = json.loads((ended / "metrics.jsonl").read_text().splitlines()[-1])["step"]
@@ -114,7 +114,7 @@ def test_a_run_that_an_observer_stopped_is_done(warm: WarmPython, tmp_path: Path
     done = started(warm, tmp_path, tree | {"observers": ["watch.py:enough"], "steps": 9})
 
     assert done.code == 0, done.err
-    assert (only(warm, tmp_path)["state"], only(warm, tmp_path)["why"]) == ("done", BY_OBSERVER)
+    assert (only(tmp_path)["state"], only(tmp_path)["why"]) == ("done", BY_OBSERVER)
 
 
 def test_a_run_that_failed_has_the_first_line_of_what_its_launcher_said(
@@ -124,7 +124,7 @@ def test_a_run_that_failed_has_the_first_line_of_what_its_launcher_said(
     (tmp_path / "watch.py").write_text(bug)
 
     done = started(warm, tmp_path, tree | {"observers": ["watch.py:dies"], "steps": 9})
-    run = only(warm, tmp_path)
+    run = only(tmp_path)
 
     assert done.code == 3
     assert run["state"] == "failed"
@@ -139,7 +139,7 @@ def test_a_run_that_a_user_s_mistake_ended_has_the_mistake(
     (tmp_path / "watch.py").write_text(bug)
 
     done = started(warm, tmp_path, tree | {"observers": ["watch.py:fails"], "steps": 9})
-    run = only(warm, tmp_path)
+    run = only(tmp_path)
 
     assert done.code in {2, 3}
     assert run["state"] == "failed"
@@ -161,12 +161,12 @@ def test_a_run_that_failed_and_was_started_again_is_done(
     done = started(warm, tmp_path, observed | {"checkpoint": observed.get("checkpoint", {}) | changed})
 
     assert done.code == 0, done.err
-    assert only(warm, tmp_path)["state"] == "done"
+    assert only(tmp_path)["state"] == "done"
 
 
 @pytest.mark.slow
 def test_a_run_is_running_until_all_of_it_is_killed_and_then_has_ended_without_a_word(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+    tmp_path: Path, tree: dict[str, Any]
 ) -> None:
     launch = {"ranks": 1, "device": "cpu"}
     write_run(tmp_path / "run.yaml", tree | {"launch": launch, "steps": 100_000, "checkpoint": {"every_steps": 500}})
@@ -174,12 +174,12 @@ def test_a_run_is_running_until_all_of_it_is_killed_and_then_has_ended_without_a
     try:
         live.wait_for_step(3)
         rank = live.rank(0)
-        going = only(warm, tmp_path)
+        going = only(tmp_path)
         for pid in live.processes():
             os.kill(pid, signal.SIGKILL)
         live.end()
         deadline = time.monotonic() + 30  # a killed process holds its lock until the kernel has taken it down
-        while (after := only(warm, tmp_path))["state"] == "running" and time.monotonic() < deadline:
+        while (after := only(tmp_path))["state"] == "running" and time.monotonic() < deadline:
             time.sleep(0.2)
     finally:
         live.close()
@@ -190,22 +190,20 @@ def test_a_run_is_running_until_all_of_it_is_killed_and_then_has_ended_without_a
     assert after["why"] == f"{going['why']} ended without a word"
 
 
-def test_a_lease_of_another_host_counts_while_it_is_young(warm: WarmPython, ended: Path, tmp_path: Path) -> None:
+def test_a_lease_of_another_host_counts_while_it_is_young(ended: Path, tmp_path: Path) -> None:
     lease = ended / "checkpoints/.lease.json"
     lease.write_text(json.dumps({"host": "far", "pid": 12, "time": lease.stat().st_mtime + 60}))
 
-    young = only(warm, tmp_path)
+    young = only(tmp_path)
     then = lease.stat().st_mtime - Patience().lease_stale_seconds - 1
     os.utime(lease, (then, then))
-    old = only(warm, tmp_path)
+    old = only(tmp_path)
 
     assert (young["state"], young["why"]) == ("running", "process 12 on far")
     assert (old["state"], old["why"]) == ("failed", "process 12 on far ended without a word")
 
 
-def test_a_report_that_a_killed_launcher_left_says_why_a_run_failed(
-    warm: WarmPython, ended: Path, tmp_path: Path
-) -> None:
+def test_a_report_that_a_killed_launcher_left_says_why_a_run_failed(ended: Path, tmp_path: Path) -> None:
     left = ended.parent / ".run.launch-abc"
     left.mkdir()
     values = {"rank": 1, "kind": "error", "phase": "x", "type": "OSError", "message": "gone\nfurther", "step": 2}
@@ -213,11 +211,11 @@ def test_a_report_that_a_killed_launcher_left_says_why_a_run_failed(
     peer = values | {"rank": 0, "kind": "peer", "type": "RankFailed", "message": "rank 1 went", "time": 4.0}
     (left / "failure-rank-0.json").write_text(json.dumps(peer))
 
-    assert only(warm, tmp_path)["why"] == "Rank 1: OSError: gone"
+    assert only(tmp_path)["why"] == "Rank 1: OSError: gone"
 
 
 @pytest.mark.slow
-def test_what_is_no_run_is_named_and_passed_over(warm: WarmPython, ended: Path, tmp_path: Path) -> None:
+def test_what_is_no_run_is_named_and_passed_over(ended: Path, tmp_path: Path) -> None:
     runs = ended.parent
     (runs / "notes").mkdir()
     for name, text in (("torn", '{"run_id'), ("foreign", '["a"]'), ("x\x1b[2J", "null")):
@@ -229,7 +227,7 @@ def test_what_is_no_run_is_named_and_passed_over(warm: WarmPython, ended: Path, 
     (runs / "file").write_text("x")
     (runs / ".run.dry-run").mkdir()
 
-    done = looked(warm, tmp_path)
+    done = looked(tmp_path)
 
     assert done.code == 0
     assert len(done.out.splitlines()) == 1
@@ -243,7 +241,7 @@ def test_what_is_no_run_is_named_and_passed_over(warm: WarmPython, ended: Path, 
     ]
     assert said[0].endswith("run.json is not what Holdfast writes")
     assert said[1].endswith("it has no run.json, so it is no run")
-    assert "not a regular file" in json.loads(looked(warm, tmp_path, "--json").out)["passed_over"][2]["reason"]
+    assert "not a regular file" in json.loads(looked(tmp_path, "--json").out)["passed_over"][2]["reason"]
     assert "run.json is damaged" in said[3]
     assert all(len(line) <= 100 for line in said)
 
@@ -277,14 +275,12 @@ def test_the_last_step_counts_behind_a_rewind_a_torn_line_and_much_else(ended: P
     assert listed(ended.parent)[0][0].step == 7
 
 
-def test_a_run_itself_can_be_named_and_a_missing_directory_is_one_paragraph(
-    warm: WarmPython, ended: Path, tmp_path: Path
-) -> None:
-    missing = looked(warm, tmp_path, "nowhere")
+def test_a_run_itself_can_be_named_and_a_missing_directory_is_one_paragraph(ended: Path, tmp_path: Path) -> None:
+    missing = looked(tmp_path, "nowhere")
     (tmp_path / "empty").mkdir()
-    empty = looked(warm, tmp_path, "empty")
+    empty = looked(tmp_path, "empty")
 
-    assert looked(warm, tmp_path, "runs/run").out == looked(warm, tmp_path).out
+    assert looked(tmp_path, "runs/run").out == looked(tmp_path).out
     assert (missing.code, missing.out) == (2, "")
     assert missing.err.startswith("nowhere is no directory of runs: No such file or directory. Name one")
     assert (empty.code, empty.out, empty.err) == (0, "", "no run is in empty\n")
@@ -299,6 +295,6 @@ def test_checkpoints_in_another_place_are_found(warm: WarmPython, tmp_path: Path
     done = started(warm, tmp_path, tree | {"checkpoint": {"every_steps": 1, "storage": str(tmp_path / "elsewhere")}})
 
     assert done.code == 0, done.err
-    assert only(warm, tmp_path)["checkpoint"] == 2
+    assert only(tmp_path)["checkpoint"] == 2
     shutil.rmtree(tmp_path / "elsewhere/step-00000002")
-    assert only(warm, tmp_path)["checkpoint"] == 1
+    assert only(tmp_path)["checkpoint"] == 1

@@ -149,3 +149,17 @@ def update_by_hand(
                     parameter.sub_(lr * parameter.grad)
     final = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "means": means, "parameters": final}
+
+
+AGENT = """
+import json, urllib.request
+def agent(row, base_url, api_key):
+    def ask(*contents):
+        messages = [{"role": "user" if n % 2 == 0 else "assistant", "content": c} for n, c in enumerate(contents)]
+        request = urllib.request.Request(base_url + "/chat/completions", json.dumps({"messages": messages}).encode())
+        request.add_header("Authorization", f"Bearer {api_key}")
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+    opening = row["prompt"][0]["content"]
+"""
+"""The beginning of an agent: `ask` says the messages so far and returns the answer; `opening` is the prompt."""

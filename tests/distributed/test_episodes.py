@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.episode_cases import sample_with_nan, told_in_steps, train_on_episodes, try_rows, update_by_hand
+from tests.distributed.episode_cases import (
+    AGENT,
+    sample_with_nan,
+    told_in_steps,
+    train_on_episodes,
+    try_rows,
+    update_by_hand,
+)
 from tests.distributed.grpo_cases import settings
 from tests.tiny import tiny_directory, tiny_model
 
@@ -137,17 +144,7 @@ def test_a_group_goes_on_without_the_episodes_whose_environment_failed(pools: An
     np.testing.assert_allclose([line["grad_norm"] for line in trained["lines"]], expected["norms"], rtol=1e-10)
 
 
-AGENT = """
-import json, urllib.request
-def agent(row, base_url, api_key):
-    def ask(*contents):
-        messages = [{"role": "user" if n % 2 == 0 else "assistant", "content": c} for n, c in enumerate(contents)]
-        request = urllib.request.Request(base_url + "/chat/completions", json.dumps({"messages": messages}).encode())
-        request.add_header("Authorization", f"Bearer {api_key}")
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)["choices"][0]["message"]["content"]
-    opening = row["prompt"][0]["content"]
-    first = ask(opening)
+ASKS = """    first = ask(opening)
     ask(opening, first, "again")
     if row["turns"] > 1:
         ask(opening, first, "other way")
@@ -163,7 +160,7 @@ UNMARKED = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
 def test_every_answer_to_an_agent_is_trained_once_in_a_row_with_its_mask(
     pools: Any, gpt2: Path, ranks: int, shared_prefix: str
 ) -> None:
-    (gpt2 / "agent.py").write_text(AGENT)
+    (gpt2 / "agent.py").write_text(AGENT + ASKS)
     rollout = {"group_size": 4, "max_new_tokens": 6, "shared_prefix": shared_prefix}
     data = {"batch_size": 4, "max_length": 96, "chat_template": UNMARKED}
     environment = {"kind": "endpoint", "run": "agent.py:agent"}

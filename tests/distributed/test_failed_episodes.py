@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.rollout.sampling import mixed
-from tests.distributed.episode_cases import train_on_episodes, update_by_hand
+from tests.distributed.episode_cases import AGENT, train_on_episodes, update_by_hand
 from tests.distributed.grpo_cases import settings
 from tests.tiny import tiny_directory, tiny_model
 
@@ -26,17 +26,7 @@ class World:
             raise OSError("step")
         return Observation("again", 0.0, turn.number == 1 and self.fault != "cut")
 """
-AGENT = """
-import json, urllib.request
-def agent(row, base_url, api_key):
-    def ask(*contents):
-        messages = [{"role": "user" if n % 2 == 0 else "assistant", "content": c} for n, c in enumerate(contents)]
-        request = urllib.request.Request(base_url + "/chat/completions", json.dumps({"messages": messages}).encode())
-        request.add_header("Authorization", f"Bearer {api_key}")
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)["choices"][0]["message"]["content"]
-    opening = row["prompt"][0]["content"]
-    if row["fault"] == "begin":
+ASKS = """    if row["fault"] == "begin":
         raise OSError("begin")
     first = ask(opening)
     if row["fault"] == "middle" or row["fault"] == "some" and sum(map(ord, first)) % 2:
@@ -59,7 +49,7 @@ AFFECTED = (
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny_directory(tmp_path_factory.mktemp("gpt2"), "gpt2")  # its norms are float64 in a float64 model
     (folder / "world.py").write_text(WORLD)
-    (folder / "agent.py").write_text(AGENT)
+    (folder / "agent.py").write_text(AGENT + ASKS)
     return folder
 
 
