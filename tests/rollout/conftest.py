@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -90,7 +90,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
         (tmp_path / "world.py").write_text(textwrap.dedent(source))
         (tmp_path / "tools.py").write_text(TOOLS)
         limits = {"max_turns": 4, "max_length": 400, "max_new_tokens": 40, "max_seconds": None, "ends_when_cut": True,
-                  "instances": 64, "max_characters": math.inf}  # fmt: skip
+                  "instances": 64, "max_characters": sys.maxsize}  # fmt: skip
         interrupted = options.pop("interrupted", lambda: False)
         limits |= {name: options.pop(name) for name in [*limits] if name in options}
         config = EnvironmentConfig.model_validate({"path": "world.py:World", **options})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import socket
+import sys
 import textwrap
 import threading
 import time
@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         splits_at: Sequence[str] = (),
         interrupted: Callable[[], bool] = lambda: False,
         max_length: int = 400,
-        max_characters: float = math.inf,
+        max_characters: int = sys.maxsize,
         decode: Callable[[str], str] = lambda text: text,
         **options: Any,
     ) -> list[Episode]:

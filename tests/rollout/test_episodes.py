@@ -353,6 +353,20 @@ def test_an_observation_is_kept_up_to_the_characters_that_an_episode_can_have(
     assert sum(len(str(message)) for message in said) < 6000
 
 
+def test_more_messages_than_an_episode_has_tokens_leave_no_room(play: Callable[..., list[Episode]]) -> None:
+    source = """
+        from holdfast.environments.base import Observation
+        class World:
+            def begin(self, row): ...
+            def step(self, turn):
+                return Observation([{"role": "user", "content": ""}] * 5000, 1.0, False)
+    """
+
+    (episode,) = play(ScriptedEngine(bpe(), lambda _: "hello"), [{}], source=source)
+
+    assert (episode.ended, episode.fault) == ("room", "")
+
+
 def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> None:
     source = '''
         class World:

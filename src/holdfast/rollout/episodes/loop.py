@@ -7,7 +7,7 @@ made again is the same.
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +71,7 @@ class Limits:
     max_seconds: float | None
     ends_when_cut: bool
     instances: int
-    max_characters: float = math.inf
+    max_characters: int = sys.maxsize
     """That `max_length` tokens can have: a conversation with more is not rendered."""
 
 
@@ -298,7 +298,7 @@ class EpisodeLoop:
         episode.called.update(result.called)
         episode.failed_calls += result.failed_calls
         is_too_long = self._is_too_long(result.messages)
-        said = _shortened(result.messages, int(self._limits.max_characters)) if is_too_long else result.messages
+        said = _shortened(result.messages, self._limits.max_characters) if is_too_long else result.messages
         episode.messages += said
         episode.written += said
         if episode.ended is not None or result.done:
