@@ -76,17 +76,19 @@ def met_at(script: str, folder: Path, job_number: int) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", NODE])
+@pytest.mark.parametrize(
+    ("address", "number"), [("127.0.0.1", 7), (NODE, 57)]
+)  # ports of their own: cases run together
 def test_jobs_whose_numbers_are_ten_thousand_apart_meet_at_two_ports_of_one_machine(
-    tmp_path: Path, address: str
+    tmp_path: Path, address: str, number: int
 ) -> None:
     script = batch_script(job(tmp_path))
-    first = met_at(script, tmp_path, 7)
+    first = met_at(script, tmp_path, number)
 
     with socket.create_server((address, first)), socket.create_server((address, first + 1)):
-        second = met_at(script, tmp_path, 10_007)
+        second = met_at(script, tmp_path, 10_000 + number)
 
-    assert (first, second) == (20_007, 20_009)
+    assert (first, second) == (20_000 + number, 20_002 + number)
 
 
 def test_two_steps_of_one_job_meet_at_two_ports() -> None:
