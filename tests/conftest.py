@@ -22,7 +22,7 @@ from tests.orphans import end_with_this_process
 if TYPE_CHECKING:
     from tests.cli.warm import WarmPython
 
-pytest_plugins = ["tests.cli.fixtures"]
+pytest_plugins = ["tests.cli.fixtures", "tests.messages"]
 
 settings.register_profile("shared machine", deadline=None)  # a neighbour's work is no failure
 settings.load_profile("shared machine")

@@ -10,12 +10,13 @@ import pytest
 from holdfast.config.load import load_config
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
+from tests.messages import Mistake, Said, mistakes_of
 
 WHOLE = "steps: 3\nmodel: {path: some-model}\ndata: {path: rows.jsonl}\n"
 """The least a run must say, on three lines."""
 
 Load = Callable[..., SFTConfig]
-Mistakes = Callable[..., list[str]]
+Mistakes = Callable[..., list[Mistake]]
 
 
 @pytest.fixture
@@ -31,12 +32,13 @@ def read(tmp_path: Path) -> Load:
 
 
 @pytest.fixture
-def mistakes(read: Load, tmp_path: Path) -> Mistakes:
-    """Return a function (text, overrides) -> the lines of the error, without the directory of the file."""
+def mistakes(read: Load, tmp_path: Path, said: Said) -> Mistakes:
+    """Return a function (text, overrides) -> the mistakes of the error, which is the one in the snapshot."""
 
-    def of_text(text: str, *overrides: str, name: str = "run.yaml") -> list[str]:
+    def of_text(text: str, *overrides: str, name: str = "run.yaml") -> list[Mistake]:
         with pytest.raises(ConfigError) as raised:
             read(text, *overrides, name=name)
-        return str(raised.value).replace(f"{tmp_path}/", "").splitlines()
+        said(str(raised.value))
+        return mistakes_of(raised.value, tmp_path)
 
     return of_text

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.verbs.training import SFTConfig, as_plain
-from tests.config.conftest import WHOLE
+from tests.config.conftest import WHOLE, Mistakes
+from tests.messages import assert_only, places
 
 Load = Callable[..., SFTConfig]
-Mistakes = Callable[..., list[str]]
 
 
 def test_an_override_is_the_same_as_the_line_in_the_file(read: Load) -> None:
@@ -91,54 +91,46 @@ def test_null_takes_one_of_several_sections_away(read: Load) -> None:
 
 
 def test_null_for_a_section_that_must_be_there_is_the_command_lines_mistake(mistakes: Mistakes) -> None:
-    assert mistakes(WHOLE, "data=null") == [
-        "command line (data=null): data: required, and missing; for example data: {path: rows.jsonl}"
-    ]
+    assert places(mistakes(WHOLE, "data=null")) == ["command line (data=null): data"]
 
 
 def test_mistakes_of_the_command_line_alone_do_not_blame_the_file(mistakes: Mistakes) -> None:
     both = mistakes(WHOLE + "sed: 3\n", "optim.lrr=1")
     alone = mistakes(WHOLE, "optim.lrr=1", "optim.lr")
 
-    assert both[0] == "run.yaml has 2 mistakes:"
-    assert alone[0] == "The command line has 2 mistakes:"
-    assert [line.split(":")[0] for line in alone[1:]] == ["command line (optim.lrr=1)", "command line (optim.lr)"]
+    assert places(both) == ["run.yaml:4: sed", "command line (optim.lrr=1): optim.lrr"]
+    assert places(alone) == ["command line (optim.lrr=1): optim.lrr", "command line (optim.lr)"]
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "at", "named"),
     [
-        ("optim.lr", "this is no override; write section.key=value, for example optim.lr=2e-6"),
-        ("=3", "this is no override; write section.key=value, for example optim.lr=2e-6"),
-        ("optim..lr=3", "this is no override; write section.key=value, for example optim.lr=2e-6"),
-        ("steps.x=3", "steps is the value 3, not a section; name one of its own keys, or replace it whole"),
-        ("data.path.x=3", "data.path is the value 'rows.jsonl', not a section; name one of its own keys, or replace it "
-                          "whole"),
-        ("optim.lr=x", "optim.lr: 'x' should be a number"),
-        ("optim.schedule.kind=linea", "optim.schedule: there is no kind 'linea'. Did you mean linear? Kinds: constant, "
-                                      "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, wsd, "
-                                      "plateau"),
-        ("otim.lr=3", "otim: unknown key; did you mean optim?"),
-        ("optim.no_decay.0=x", "'0' is not an index of a list with 0 items"),
-        ("launch={ranks: 1, ranks: 2}", "ranks: set twice, first on line 1; keep one of them"),
+        ("optim.lr", "", "section.key=value optim.lr=2e-6"),
+        ("=3", "", "section.key=value optim.lr=2e-6"),
+        ("optim..lr=3", "", "section.key=value optim.lr=2e-6"),
+        ("steps.x=3", "", "3"),
+        ("data.path.x=3", "", "data.path 'rows.jsonl'"),
+        ("optim.lr=x", "optim.lr", "'x'"),
+        ("optim.schedule.kind=linea", "optim.schedule", "'linea' cosine_with_restarts inverse_sqrt"),
+        ("otim.lr=3", "otim", "optim"),
+        ("optim.no_decay.0=x", "", "'0'"),
+        ("launch={ranks: 1, ranks: 2}", "ranks", "1"),
     ],
-)  # fmt: skip
-def test_a_wrong_override_is_shown_as_it_was_typed(mistakes: Mistakes, override: str, said: str) -> None:
+)
+def test_a_wrong_override_is_shown_as_it_was_typed(mistakes: Mistakes, override: str, at: str, named: str) -> None:
     text = WHOLE + "optim: {no_decay: []}\n"
 
-    assert mistakes(text, override) == [f"command line ({override}): {said}"]
+    assert_only(mistakes(text, override), f"command line ({override}): {at}", named)
 
 
 def test_a_section_that_stands_in_the_file_is_the_files_mistake(mistakes: Mistakes) -> None:
-    assert mistakes(WHOLE + "optm: {lr: 1}\n", "optm.eps=1") == ["run.yaml:4: optm: unknown key; did you mean optim?"]
+    assert places(mistakes(WHOLE + "optm: {lr: 1}\n", "optm.eps=1")) == ["run.yaml:4: optm"]
 
 
 def test_an_index_beyond_a_list_is_named(mistakes: Mistakes) -> None:
     text = "steps: 1\nmodel: {path: m}\ndata: {sources: [{path: a}, {path: b}]}\n"
 
-    assert mistakes(text, "data.sources.2.path=c") == [
-        "command line (data.sources.2.path=c): '2' is not an index of a list with 2 items"
-    ]
+    assert_only(mistakes(text, "data.sources.2.path=c"), "command line (data.sources.2.path=c)", "'2'")
 
 
 NUMBERS = {
