@@ -32,6 +32,9 @@ def test_an_update_of_a_policy_is_that_of_plain_transformers(pools: Any, tmp_pat
     tree = grpo_cases.settings(str(tmp_path), optim={"lr": 0.05}, model={"router_loss": "off"})
     if kind == "gemma3":
         tree["data"] |= {"packing": "none"}
+    if kind in ("phi3:longrope", "llama:dynamic"):
+        tree["data"] |= {"max_length": 20}  # longer ones follow other angles, and are refused
+        tree["rollout"] |= {"max_new_tokens": 4}
 
     (found,) = pools(1).run(grpo_cases.train, tree, PROMPTS, 1)
 

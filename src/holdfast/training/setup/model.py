@@ -246,8 +246,8 @@ def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bo
         reads_only: Whether it samples nothing though the run does.
 
     Raises:
-        ConfigError: There is nothing beyond: the positions are rows of a table, or completions are sampled, for which
-            decoding and training would differ there, or which would cross to other rotary angles.
+        ConfigError: There is nothing beyond: the positions are rows of a table, or completions of that length are
+            trained on, or they would cross to other rotary angles.
     """
     positions = positions_of(origin.skeleton)
     key, tokens = _longest(config, reads_only=reads_only)
@@ -262,7 +262,7 @@ def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bo
             f"note: {key} allows sequences of {tokens} tokens. Those beyond {positions.count} "
             f"(max_position_embeddings) follow rotary angles of their own length, each by {name}'s dynamic scaling."
         )
-    if samples or positions.in_a_table:
+    if positions.in_a_table or (samples and config.data.max_length > positions.count):
         fix = "data.max_length or max_new_tokens" if completes else "data.max_length"
         override = "" if positions.in_a_table else ", or set model.config_override.max_position_embeddings"
         raise ConfigError(
