@@ -12,6 +12,7 @@ from holdfast.config.verbs.roots import verb_of
 from holdfast.config.verbs.training import as_plain
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
+from tests.messages import Said
 from tests.trees import run_from_mapping
 
 LEAST: dict[str, Any] = {"steps": 1, "model": {"path": "m"}, "data": {"path": "d"}, "teacher": {"path": "t"}}
@@ -42,66 +43,68 @@ def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
         ({"teacher": {}}, "teacher.path"),
         ({"distill": {"loss": {"kind": "jsd", "beta": 1.5}}}, "distill.loss.beta"),
         ({"distill": {"loss": {"kind": "forward_kl", "beta": 0.5}}}, "distill.loss.beta"),
         (
             {"distill": SAMPLED},
-            "distill.loss: sampled_reverse_kl is an estimate on tokens that the student sampled, and ",
+            "distill.loss",
         ),
-        ({"distill": SAMPLED, "rollout": {"share": 0.5}}, "and there is rollout.share=0.5; use reverse_kl"),
+        ({"distill": SAMPLED, "rollout": {"share": 0.5}}, "distill.loss rollout.share=0.5 reverse_kl"),
         (
             {"distill": SAMPLED, "rollout": {"temperature": 0.5}},
-            "distill.temperature: 1, but tokens are drawn at rollout",
+            "distill.temperature",
         ),
-        ({"distill": SAMPLED, "rollout": {"top_p": 0.9}}, "rollout.top_p: top_p draws from another distribution"),
-        ({"distill": {"sft_weight": 0.1}, "rollout": {}}, "distill.sft_weight: 0.1, but at rollout.share=1 no answer"),
+        ({"distill": SAMPLED, "rollout": {"top_p": 0.9}}, "rollout.top_p"),
+        ({"distill": {"sft_weight": 0.1}, "rollout": {}}, "distill.sft_weight 0.1 rollout.share=1"),
         ({"rollout": {"share": 0}}, "rollout.share"),
-        ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens: 1024 leaves no room for a prompt"),
-        ({"rollout": {}, "data": {"path": "d", "packing": "wrapped"}}, "data.packing: wrapped cuts documents anywhere"),
-        ({"rollout": {}, "data": {"path": "d", "overlong": "split"}}, "data.overlong: split cuts answers"),
-        ({"rollout": {}, "data": {"path": "d", "train_on_prompt": True}}, "data.train_on_prompt: a rollout continues"),
+        ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens 1024"),
+        ({"rollout": {}, "data": {"path": "d", "packing": "wrapped"}}, "data.packing wrapped"),
+        ({"rollout": {}, "data": {"path": "d", "overlong": "split"}}, "data.overlong split"),
+        ({"rollout": {}, "data": {"path": "d", "train_on_prompt": True}}, "data.train_on_prompt"),
         *(
             (
                 SERVED | {"distill": {"loss": kind}, "rollout": {}},
-                f"teacher.kind: a server tells log-probabilities of given tokens, and distill.loss: {kind} takes the "
-                "teacher's whole distribution; use distill.loss: sampled_reverse_kl with a rollout section, or a "
-                "teacher in memory (kind: sharded or offloaded)",
+                f"teacher.kind distill.loss {kind} sampled_reverse_kl",
             )
             for kind in ("jsd", "forward_kl", "reverse_kl")
         ),
-        (SERVED | {"distill": SAMPLED}, "and there is no rollout section; set rollout: {share: 1}"),
+        (SERVED | {"distill": SAMPLED}, "distill.loss rollout"),
         (
             ASKED | {"distill": SAMPLED | {"temperature": 0.8}, "rollout": {"temperature": 0.8}},
-            "teacher.kind: a server tells log-probabilities at temperature 1, and distill.temperature=0.8; use a",
+            "teacher.kind distill.temperature=0.8",
         ),
-        (ASKED | {"rollout": {"temperature": 0.8}}, "at temperature 1, and rollout.temperature=0.8"),
-        (ASKED | {"teacher": {"kind": "server"}}, "teacher.url: required, and missing"),
-        (ASKED | {"teacher": {"kind": "server", "url": "host:8000"}}, "teacher.url: 'host:8000' is no address"),
+        (ASKED | {"rollout": {"temperature": 0.8}}, "teacher.kind rollout.temperature=0.8"),
+        (ASKED | {"teacher": {"kind": "server"}}, "teacher.url"),
+        (ASKED | {"teacher": {"kind": "server", "url": "host:8000"}}, "teacher.url 'host:8000'"),
         (
             ASKED | {"teacher": SERVED["teacher"] | {"path": "t"}},
-            "teacher.path: kind server has no such key; it belongs to kind sharded",
+            "teacher.path server sharded",
         ),
         (
             {"teacher": {"path": "t", "url": "http://host/v1"}},
-            "teacher.url: kind sharded or offloaded has no such key; it belongs to kind server",
+            "teacher.url sharded server",
         ),
-        ({"teacher": {"path": "t", "kind": "shared"}}, "there is no kind 'shared'. Did you mean sharded?"),
+        ({"teacher": {"path": "t", "kind": "shared"}}, "teacher 'shared' sharded"),
         (
             ASKED
             | {"data": {"path": "d", "validation_split": 0.1}}
             | {"checkpoint": {"export_best": {"metric": "eval/validation/divergence", "mode": "min"}}},
-            "checkpoint.export_best.metric: eval/validation/divergence takes whole distributions, which a teacher",
+            "checkpoint.export_best.metric eval/validation/divergence",
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_key(change: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_refused_with_its_key(change: dict[str, Any], named: str, said: Said) -> None:
     with pytest.raises(ConfigError) as refused:
         from_mapping(LEAST | change, DistillConfig)
 
-    assert words in str(refused.value)
+    message = str(refused.value)
+    said(message)
+    key, *rest = named.split()
+    assert f"config: {key}: " in message
+    assert [word for word in rest if word not in message] == []
 
 
 def test_a_teacher_tells_the_verb_whoever_writes_the_texts() -> None:

@@ -13,6 +13,7 @@ from holdfast.config.sections.optim import AdamWConfig, MuonConfig, SGDConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
+from tests.messages import Said, mistakes_of, places
 
 BASE = """\
 steps: 3
@@ -40,10 +41,20 @@ def load(paths: list[Path], *overrides: str) -> SFTConfig:
     return load_config(first, [*map(str, more), *overrides], SFTConfig).config
 
 
-def mistakes(paths: list[Path], *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as raised:
-        load(paths, *overrides)
-    return str(raised.value).replace(f"{paths[0].parent}/", "").splitlines()
+Mistaken = Callable[..., list[str]]
+
+
+@pytest.fixture
+def mistakes(tmp_path: Path, said: Said) -> Mistaken:
+    """Return a function (files, overrides) -> the places of the mistakes of the error, which is in the snapshot."""
+
+    def of_files(paths: list[Path], *overrides: str) -> list[str]:
+        with pytest.raises(ConfigError) as raised:
+            load(paths, *overrides)
+        said(str(raised.value))
+        return places(mistakes_of(raised.value, tmp_path))
+
+    return of_files
 
 
 def test_later_files_win_key_by_key_and_the_command_line_over_all(files: Files) -> None:
@@ -115,44 +126,40 @@ def test_null_takes_back_what_an_earlier_file_says(files: Files) -> None:
     assert (config.optim, config.max_minutes, config.stop_when) == (AdamWConfig(), None, None)
 
 
-def test_a_mistake_names_the_file_and_the_line_of_its_key(files: Files) -> None:
+def test_a_mistake_names_the_file_and_the_line_of_its_key(files: Files, mistakes: Mistaken) -> None:
     paths = files(
         base=BASE + "optim: {lr: fast, weight_decay: 0.1}\nsed: 1\nlaunch: {ranks: 0}\n",
         more="\nlaunch:\n  device: cpu\n  rank: 2\noptim:\n  weight_decay: heavy\nseed: 1\nseed: 2\n",
     )
 
     assert mistakes(paths, "steps=many") == [
-        "base.yaml and more.yaml have 7 mistakes:",
-        "base.yaml:4: optim.lr: 'fast' should be a number",
-        "base.yaml:5: sed: unknown key; did you mean seed?",
-        "base.yaml:6: launch.ranks: 0 should be greater than or equal to 1 or 'auto'",
-        "more.yaml:4: launch.rank: unknown key; did you mean ranks?",
-        "more.yaml:6: optim.weight_decay: 'heavy' should be a number",
-        "more.yaml:8: seed: set twice, first on line 7; keep one of them",
-        "command line (steps=many): steps: 'many' should be a whole number",
+        "base.yaml:4: optim.lr",
+        "base.yaml:5: sed",
+        "base.yaml:6: launch.ranks",
+        "more.yaml:4: launch.rank",
+        "more.yaml:6: optim.weight_decay",
+        "more.yaml:8: seed",
+        "command line (steps=many): steps",
     ]
 
 
-def test_a_mistake_in_a_replaced_section_is_the_later_files(files: Files) -> None:
+def test_a_mistake_in_a_replaced_section_is_the_later_files(files: Files, mistakes: Mistaken) -> None:
     paths = files(
         base=BASE + "optim:\n  kind: sgd\n  momentum: 0.9\n", more="\noptim:\n  kind: adamw\n  momentum: 0.5\n"
     )
 
-    assert mistakes(paths) == [
-        "more.yaml:4: optim.momentum: kind adamw has no such key; it belongs to kind sgd and muon"
-    ]
+    assert mistakes(paths) == ["more.yaml:4: optim.momentum"]
 
 
-def test_a_section_that_a_later_file_takes_away_is_missing_there(files: Files) -> None:
+def test_a_section_that_a_later_file_takes_away_is_missing_there(files: Files, mistakes: Mistaken) -> None:
     paths = files(base=BASE, more="\ndata: null\n")
 
-    assert mistakes(paths) == ["more.yaml:2: data: required, and missing; for example data: {path: rows.jsonl}"]
+    assert mistakes(paths) == ["more.yaml:2: data"]
 
 
 def test_a_file_that_is_not_there_is_named(files: Files) -> None:
-    paths = [*files(base=BASE), Path("gone.yaml")]
-
-    assert mistakes(paths) == ["There is no file gone.yaml. Give the path of a run's YAML file."]
+    with pytest.raises(ConfigError, match=r"gone\.yaml"):
+        load([*files(base=BASE), Path("gone.yaml")])
 
 
 def test_all_files_say_which_command_the_run_is_for(files: Files) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,15 +49,17 @@ def test_a_section_that_is_required_is_named_with_one_that_will_do(verb: str, ke
     with pytest.raises(ConfigError) as raised:
         from_mapping(without, ROOTS[verb], "run.yaml")
 
-    assert str(raised.value) == f"run.yaml: {key}: required, and missing; for example {remedy}"
+    assert str(raised.value).startswith(f"run.yaml: {key}: ")
+    assert str(raised.value).endswith(f" {remedy}")
     assert mistakes(verb, {**whole, **parse_text(remedy, "").values}) == []
 
 
 def test_an_empty_section_that_is_required_is_not_told_to_be_removed() -> None:
-    assert mistakes("dpo", {"preference": None}) == [
-        "run.yaml: preference: this section is empty; for example preference: {loss: dpo} ({} is a section with its "
-        "defaults)"
-    ]
+    (line,) = mistakes("dpo", {"preference": None})
+
+    assert line.startswith("run.yaml: preference: ")
+    assert "preference: {loss: dpo}" in line
+    assert "remove" not in line
 
 
 @pytest.mark.parametrize(
@@ -76,17 +77,14 @@ def test_a_text_in_the_place_of_a_section_is_shown_inside_it(
 ) -> None:
     (line,) = mistakes(verb, values)
 
-    shown = f"; write {remedy}" if remedy else ""
-    assert re.fullmatch(
-        rf"run.yaml: {key}: this is a section with keys of its own, not the value '.*'(; write .*)?", line
-    )
-    assert line.endswith(shown or "'cpu'")
+    assert line.startswith(f"run.yaml: {key}: ")
+    assert line.endswith(f" write {remedy}" if remedy else "'cpu'")
 
 
 def test_a_path_in_the_place_of_a_kind_is_shown_as_a_path() -> None:
     (line,) = mistakes("distill", {"teacher": "some/model"})
 
-    assert line.endswith("Kinds: sharded, offloaded, server. A path is written teacher: {path: some/model}")
+    assert line.endswith(" teacher: {path: some/model}")
 
 
 @pytest.mark.parametrize(
@@ -105,21 +103,22 @@ def test_a_key_beside_its_shorthand_is_told_with_the_long_form(verb: str, values
     lines = mistakes(verb, values)
 
     section = told.partition(":")[0]
-    assert [line.partition(": unknown key here; ")[2] for line in lines] == [f"it belongs to {section}: write {told}"]
+    assert [line.partition(f" {section}: write ")[2] for line in lines] == [told]
 
 
 def test_keys_that_belong_to_one_shorthand_are_told_with_one_long_form() -> None:
     lines = mistakes("sft", {"optim": {"schedule": "linear", "warmup_steps": 3, "final_ratio": 0.1}})
 
-    form = "it belongs to schedule: write schedule: {kind: linear, warmup_steps: 3, final_ratio: 0.1}"
-    assert lines == [f"run.yaml: optim.{key}: unknown key here; {form}" for key in ("warmup_steps", "final_ratio")]
+    form = "schedule: {kind: linear, warmup_steps: 3, final_ratio: 0.1}"
+    assert [line.partition(": write ")[2] for line in lines] == [form, form]
+    assert [line.split(": ")[1] for line in lines] == ["optim.warmup_steps", "optim.final_ratio"]
 
 
 def test_a_key_of_a_kind_that_is_not_chosen_beside_it_is_told_with_the_kinds_that_have_it() -> None:
-    assert mistakes("dpo", {"preference": {"loss": "ipo", "label_smoothing": 0.1}}) == [
-        "run.yaml: preference.label_smoothing: unknown key here, and loss of kind ipo has none; it belongs to kind dpo "
-        "and robust"
-    ]
+    (line,) = mistakes("dpo", {"preference": {"loss": "ipo", "label_smoothing": 0.1}})
+
+    assert line.startswith("run.yaml: preference.label_smoothing: ")
+    assert [kind for kind in ("ipo", "dpo", "robust") if kind not in line] == []
 
 
 def test_a_key_of_a_function_given_as_a_shorthand_can_be_set_on_the_command_line() -> None:
@@ -152,7 +151,7 @@ def test_every_key_beside_every_shorthand_of_the_tree_is_told_with_a_long_form_t
 
         dotted = ".".join([*above, key])
         (line,) = (line for line in lines if line.startswith(f"run.yaml: {dotted}: "))
-        assert f"unknown key here; it belongs to {name}: write {name}: " in line, line
+        assert f": write {name}: " in line, line
         form = parse_text(line.partition(": write ")[2], "").values
         again = mistakes(verb, {**NEEDED[verb], **_nested(above, form, verb)})
         assert not [line for line in again if "unknown key" in line or "no such key" in line], again

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.config.yaml12 import parse_text, parse_value, to_yaml
 from holdfast.errors import ConfigError
+from tests.messages import Said
 
 
 @pytest.mark.parametrize(
@@ -86,11 +87,8 @@ def test_keys_that_stand_twice_are_all_noted_and_the_first_value_stays() -> None
     document = parse_text("a: 1\nb: {c: 1, c: 2}\na: 3\na: 4\n", "f.yaml")
 
     assert document.values == {"a": 1, "b": {"c": 1}}
-    assert document.twice == [
-        ("f.yaml", 2, "b.c: set twice, first on line 2; keep one of them"),
-        ("f.yaml", 3, "a: set twice, first on line 1; keep one of them"),
-        ("f.yaml", 4, "a: set twice, first on line 1; keep one of them"),
-    ]
+    twice = [(place, line, message.partition(":")[0]) for place, line, message in document.twice]
+    assert twice == [("f.yaml", 2, "b.c"), ("f.yaml", 3, "a"), ("f.yaml", 4, "a")]
 
 
 def test_an_anchor_repeats_a_section() -> None:
@@ -100,29 +98,29 @@ def test_an_anchor_repeats_a_section() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "place"),
     [
-        ("a: b: c", "f.yaml:1: not YAML: mapping values are not allowed here. Quote a value that holds ': '."),
-        ("a: 1\n\tb: 2", "f.yaml:2: not YAML: found character '\\t' that cannot start any token."
-                         " Indent with spaces, not tabs."),
-        ("a: [1", "f.yaml:1: not YAML: expected ',' or ']', but got '<stream end>'."),
-        ("a: 1\n---\nb: 2", "f.yaml:2: not YAML: but found another document."),
-        ("? [1]\n: 2", "f.yaml:1: not YAML: a key must be a word or a number."),
-        ("a: !!int x", "f.yaml:1: not YAML: invalid literal for int() with base 10: 'x'."),
-        ("a: &x [*x]", "f.yaml:1: an anchor (&name) holds itself (*name). Write the value out."),
-        ("- 1", "f.yaml: the file must hold keys and values, as in `steps: 100`, not a list."),
+        ("a: b: c", "f.yaml:1"),
+        ("a: 1\n\tb: 2", "f.yaml:2"),
+        ("a: [1", "f.yaml:1"),
+        ("a: 1\n---\nb: 2", "f.yaml:2"),
+        ("? [1]\n: 2", "f.yaml:1"),
+        ("a: !!int x", "f.yaml:1"),
+        ("a: &x [*x]", "f.yaml:1"),
+        ("- 1", "f.yaml"),
     ],
-)  # fmt: skip
-def test_what_is_not_yaml_is_named_with_its_line(text: str, said: str) -> None:
+)
+def test_what_is_not_yaml_is_named_with_its_line(text: str, place: str, said: Said) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_text(text, "f.yaml")
 
-    assert str(raised.value) == said
+    said(str(raised.value))
+    assert str(raised.value).startswith(f"{place}: ")
 
 
 @pytest.mark.parametrize("value", ["!!python/object/apply:os.system [exit]", "!!python/name:os.system x", "!!set {a}"])
 def test_a_tag_that_could_make_more_than_plain_values_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"f.yaml:1: not YAML: .* tag 'tag:yaml.org,2002:(python|set)"):
+    with pytest.raises(ConfigError, match=r"f.yaml:1: .*'tag:yaml.org,2002:(python|set)"):
         parse_text(f"a: {value}", "f.yaml")
 
 
