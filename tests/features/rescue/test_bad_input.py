@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.in_process import cli_in_process
 from tests.cli.warm import Done, WarmPython
 from tests.crash.disks import Remount, disk
 from tests.features.rescue import damages
@@ -50,7 +51,12 @@ BAD: dict[str, tuple[str, Callable[[Path], object], int, str]] = {
 }
 
 
-def ran(warm: WarmPython, *words: object, cwd: Path) -> Done:
+def ran(*words: object, cwd: Path) -> Done:
+    return cli_in_process("checkpoint", *words, cwd=cwd)
+
+
+def spawned(warm: WarmPython, *words: object, cwd: Path) -> Done:
+    """Run what has begun to write before it fails, whose threads end with their process."""
     return warm.run("-m", "holdfast.cli.main", "checkpoint", *words, cwd=cwd)
 
 
@@ -60,18 +66,16 @@ def is_one_paragraph(text: str) -> bool:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named_and_nothing_is_touched(
-    warm: WarmPython, fixtures: Path, tokens: Path, name: str, tmp_path: Path
-) -> None:
+def test_bad_input_is_named_and_nothing_is_touched(fixtures: Path, tokens: Path, name: str, tmp_path: Path) -> None:
     fixture, damage, code, words = BAD[name]
     path = copied(fixtures, fixture, tmp_path) if fixture else tmp_path / "copy"
     path.mkdir(exist_ok=True)
     damage(path)
     before, file = hash_of(path), run_file(tmp_path, tokens)
 
-    checked = ran(warm, "check", path, cwd=tmp_path)
-    exported = ran(warm, "import", path, "--export", tmp_path / "out", "--model", tokens, cwd=tmp_path)
-    imported = ran(warm, "import", path, "--as", file, cwd=tmp_path)
+    checked = ran("check", path, cwd=tmp_path)
+    exported = ran("import", path, "--export", tmp_path / "out", "--model", tokens, cwd=tmp_path)
+    imported = ran("import", path, "--as", file, cwd=tmp_path)
 
     assert checked.code == code
     assert words in checked.out + checked.err
@@ -92,11 +96,11 @@ def test_no_room_is_said_and_nothing_is_left(
     before = hash_of(path)
     remount("size=80k")
 
-    imported = ran(warm, "import", path, "--as", file, cwd=tmp_path)
+    imported = spawned(warm, "import", path, "--as", file, cwd=tmp_path)
     left = [str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()]
     shutil.rmtree(folder / "runs", ignore_errors=True)
     remount("size=12k")
-    exported = ran(warm, "import", path, "--export", folder / "out", "--model", tokens, cwd=tmp_path)
+    exported = spawned(warm, "import", path, "--export", folder / "out", "--model", tokens, cwd=tmp_path)
 
     assert imported.code == 3, imported
     assert "No space left on device" in imported.err or "free, a checkpoint needs" in imported.err
@@ -117,8 +121,8 @@ def test_a_number_that_is_not_finite_reaches_neither_an_export_nor_a_run(
         path / "pytorch_model_fsdp.bin", lambda content: next(iter(content.values())).view(-1)[:1].fill_(float("nan"))
     )
 
-    exported = ran(warm, "import", path, "--export", tmp_path / "out", "--model", tokens, cwd=tmp_path)
-    imported = ran(warm, "import", path, "--as", file, cwd=tmp_path)
+    exported = spawned(warm, "import", path, "--export", tmp_path / "out", "--model", tokens, cwd=tmp_path)
+    imported = spawned(warm, "import", path, "--as", file, cwd=tmp_path)
 
     for done in (exported, imported):
         assert done.code == 1, done
@@ -136,19 +140,19 @@ def test_an_export_carries_nothing_out_that_a_link_in_the_checkpoint_leads_to(
     (path / "chat_template.jinja").unlink(missing_ok=True)
     (path / "chat_template.jinja").symlink_to(tmp_path / "secret")
 
-    done = ran(warm, "import", path, "--export", tmp_path / "out", "--model", tokens, cwd=tmp_path)
+    done = spawned(warm, "import", path, "--export", tmp_path / "out", "--model", tokens, cwd=tmp_path)
 
     assert done.code == 2, done
     assert "chat_template.jinja is a link that leads out of its directory" in done.err
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_written_into_the_source(warm: WarmPython, fixtures: Path, tokens: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_into_the_source(fixtures: Path, tokens: Path, tmp_path: Path) -> None:
     path = copied(fixtures, "verl-fsdp2", tmp_path)
     before, file = hash_of(path), run_file(tmp_path, tokens, run__dir=str(path / "runs"))
 
-    exported = ran(warm, "import", path, "--export", path / "out", "--model", tokens, cwd=tmp_path)
-    imported = ran(warm, "import", path, "--as", file, cwd=tmp_path)
+    exported = ran("import", path, "--export", path / "out", "--model", tokens, cwd=tmp_path)
+    imported = ran("import", path, "--as", file, cwd=tmp_path)
 
     for done in (exported, imported):
         assert done.code == 2, done
@@ -157,7 +161,7 @@ def test_nothing_is_written_into_the_source(warm: WarmPython, fixtures: Path, to
 
 
 def test_a_snapshot_of_hugging_faces_cache_is_exported_though_its_files_are_links(
-    warm: WarmPython, fixtures: Path, tokens: Path, tmp_path: Path
+    fixtures: Path, tokens: Path, tmp_path: Path
 ) -> None:
     source = copied(fixtures, "trl-full", tmp_path)
     cached, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "abc"
@@ -167,7 +171,7 @@ def test_a_snapshot_of_hugging_faces_cache_is_exported_though_its_files_are_link
         shutil.copyfile(source / name, cached / name)
         (snapshot / name).symlink_to(f"../../blobs/{name}")
 
-    done = ran(warm, "import", snapshot, "--export", tmp_path / "out", cwd=tmp_path)
+    done = ran("import", snapshot, "--export", tmp_path / "out", cwd=tmp_path)
 
     assert done.code == 0, done
     assert (tmp_path / "out" / "chat_template.jinja").read_bytes() == (source / "chat_template.jinja").read_bytes()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.warm import WarmPython
+from tests.cli.in_process import cli_in_process
 
 POLICY = """
 steps: 1
@@ -30,12 +30,10 @@ data: {synthetic: {task: sort, rows: 8}, batch_size: 4, max_length: 48}
         (SFT, [], "a run of `holdfast sft` samples nothing"),
     ],
 )
-def test_a_run_without_servers_is_told_what_to_write(
-    warm: WarmPython, tmp_path: Path, text: str, overrides: list[str], why: str
-) -> None:
+def test_a_run_without_servers_is_told_what_to_write(tmp_path: Path, text: str, overrides: list[str], why: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
 
-    done = warm.run("-m", "holdfast.cli.main", "serve", "run.yaml", *overrides, cwd=tmp_path)
+    done = cli_in_process("serve", "run.yaml", *overrides, cwd=tmp_path)
 
     assert done.code == 2
     assert len(done.err.splitlines()) == 1, done.err
