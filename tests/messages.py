@@ -46,6 +46,13 @@ def assert_only(mistakes: list[Mistake], at: str, named: str) -> None:
     assert [word for word in named.split() if word not in mistakes[0].message] == []
 
 
+def assert_refused(message: str, named: str) -> None:
+    """Assert that a tree is refused at a key, the first of the words, and that the message names the others."""
+    key, *others = named.split()
+    assert f"config: {key}: " in message
+    assert [word for word in others if word not in message] == []
+
+
 @pytest.fixture
 def said(snapshot: SnapshotAssertion, tmp_path: Path) -> Said:
     """Return a function that asserts that a message is the one in the snapshot, DIR for the directory of the test."""

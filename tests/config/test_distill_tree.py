@@ -12,7 +12,7 @@ from holdfast.config.verbs.roots import verb_of
 from holdfast.config.verbs.training import as_plain
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
-from tests.messages import Said
+from tests.messages import Said, assert_refused
 from tests.trees import run_from_mapping
 
 LEAST: dict[str, Any] = {"steps": 1, "model": {"path": "m"}, "data": {"path": "d"}, "teacher": {"path": "t"}}
@@ -100,11 +100,8 @@ def test_what_cannot_be_is_refused_with_its_key(change: dict[str, Any], named: s
     with pytest.raises(ConfigError) as refused:
         from_mapping(LEAST | change, DistillConfig)
 
-    message = str(refused.value)
-    said(message)
-    key, *rest = named.split()
-    assert f"config: {key}: " in message
-    assert [word for word in rest if word not in message] == []
+    said(str(refused.value))
+    assert_refused(str(refused.value), named)
 
 
 def test_a_teacher_tells_the_verb_whoever_writes_the_texts() -> None:

@@ -12,6 +12,7 @@ from holdfast.config.verbs.roots import verb_of
 from holdfast.config.verbs.training import as_plain
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
+from tests.messages import Said, assert_refused
 from tests.trees import run_from_mapping
 
 LEAST: dict[str, Any] = {"steps": 1, "model": {"path": "m"}, "data": {"path": "d"}, "preference": {}}
@@ -43,62 +44,63 @@ def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"preference": {"loss": []}}, "preference.loss: this list is empty; name at least one"),
+    ({"preference": {"loss": []}}, "preference.loss"),
     (
         {"reference": {"precompute": True, "sync": {"every_steps": 1}}},
-        "reference.sync: reference.precompute asks the reference once, before it follows; leave one of them out",
+        "reference.sync reference.precompute",
     ),
     (
         {"preference": {"loss": "orpo"}, "reference": {"sync": {"every_steps": 1}}},
-        "reference.sync: preference.loss: orpo compares with no reference; leave sync out",
+        "reference.sync preference.loss",
     ),
     (
         {"preference": {"loss": "kto"}, "reference": {"precompute": True}},
-        "reference.precompute: kto compares with answers of other rows of a batch; leave it out",
+        "reference.precompute",
     ),
-    ({"preference": {"loss": "dop"}}, "preference.loss: there is no kind 'dop'. Did you mean dpo?"),
-    ({"preference": {"loss": {"kind": "ipo", "label_smoothing": 0.1}}}, "preference.loss.label_smoothing: "),
-    ({"preference": {"loss": {"label_smoothing": 0.5}}}, "preference.loss.label_smoothing: "),
+    ({"preference": {"loss": "dop"}}, "preference.loss 'dop'"),
+    ({"preference": {"loss": {"kind": "ipo", "label_smoothing": 0.1}}}, "preference.loss.label_smoothing"),
+    ({"preference": {"loss": {"label_smoothing": 0.5}}}, "preference.loss.label_smoothing"),
     (
         {"preference": {"loss": ["dpo", "kto"]}},
-        "preference.loss: kto takes single answers with a label, dpo pairs of answers; keep one of the two",
+        "preference.loss",
     ),
-    ({"preference": {"loss": ["dpo", "dpo"]}}, "preference.loss: dpo stands there twice"),
+    ({"preference": {"loss": ["dpo", "dpo"]}}, "preference.loss"),
     (
         {"preference": {"loss": "orpo"}, "reference": {"kind": "sharded"}},
-        "reference.kind: preference.loss: orpo compares with no reference; leave kind out",
+        "reference.kind preference.loss",
     ),
     (
         {"preference": {"loss": "simpo"}, "reference": {"precompute": True}},
-        "reference.precompute: preference.loss: simpo compares with no reference; leave precompute out",
+        "reference.precompute preference.loss",
     ),
-    ({"reference": {"kind": "none"}}, "reference.kind: none, but preference.loss: dpo compares with a reference"),
-    ({"reference": {"kind": "adapter_off"}}, "reference.kind: adapter_off is not the model at start"),
+    ({"reference": {"kind": "none"}}, "reference.kind none preference.loss"),
+    ({"reference": {"kind": "adapter_off"}}, "reference.kind adapter_off"),
     (
         {"reference": {"kind": "server", "url": "http://host/v1", "cache": "file"}},
-        "reference.cache: nothing is kept there unless",
+        "reference.cache",
     ),
-    ({"reference": {"cache": "file"}}, "reference.cache: nothing is kept there unless reference.precompute is true"),
+    ({"reference": {"cache": "file"}}, "reference.cache reference.precompute"),
     (
         {"data": {"path": "d", "max_length": 2049}},
-        "data.max_length: a pair of two sequences of 2049 tokens does not fit tokens_per_micro_batch=4096",
+        "data.max_length 2049 tokens_per_micro_batch=4096",
     ),
-    ({"preference": {"loss": "kto"}, "data": {"path": "d", "batch_size": 1}}, "data.batch_size: kto measures"),
-    ({"data": {"path": "d", "rows": "messages"}}, "data.rows: messages is a shape of supervised rows"),
-    ({"evaluation": {"sets": {"a": {"path": "x", "rows": "text"}}}}, "evaluation.sets.a.rows: text is a shape of"),
-    ({"data": {"path": "d", "train_on_prompt": True}}, "data.train_on_prompt: losses compare answers"),
-    ({"data": {"path": "d", "overlong": "split"}}, "data.overlong: 'split' should be 'truncate', 'drop' or 'refuse'"),
-    ({"data": {"path": "d", "average": "token_mean"}}, "data.average: 'token_mean' should be 'pair_mean'"),
-    ({"data": {"path": "d", "packing": "wrapped"}}, "data.packing: 'wrapped' should be 'best_fit' or 'none'"),
+    ({"preference": {"loss": "kto"}, "data": {"path": "d", "batch_size": 1}}, "data.batch_size"),
+    ({"data": {"path": "d", "rows": "messages"}}, "data.rows messages"),
+    ({"evaluation": {"sets": {"a": {"path": "x", "rows": "text"}}}}, "evaluation.sets.a.rows text"),
+    ({"data": {"path": "d", "train_on_prompt": True}}, "data.train_on_prompt"),
+    ({"data": {"path": "d", "overlong": "split"}}, "data.overlong 'split' 'truncate' 'drop'"),
+    ({"data": {"path": "d", "average": "token_mean"}}, "data.average 'token_mean' 'pair_mean'"),
+    ({"data": {"path": "d", "packing": "wrapped"}}, "data.packing 'wrapped' 'best_fit' 'none'"),
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), REFUSED)
-def test_what_cannot_work_is_refused_by_its_key(change: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("change", "named"), REFUSED)
+def test_what_cannot_work_is_refused_by_its_key(change: dict[str, Any], named: str, said: Said) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(LEAST | change, DPOConfig)
 
-    assert words in str(caught.value)
+    said(str(caught.value))
+    assert_refused(str(caught.value), named)
 
 
 def test_a_tree_that_names_preferences_is_dpo_s() -> None:

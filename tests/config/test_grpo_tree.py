@@ -12,6 +12,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import verb_of
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
+from tests.messages import Said, assert_refused
 from tests.trees import run_from_mapping
 
 LEAST: dict[str, Any] = {
@@ -69,172 +70,172 @@ def test_a_function_alone_stands_for_its_section() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"evaluation": {"sets": {"a": {"path": "x"}}, "completions": {"samples": 3}}},
-        "evaluation.completions: {'samples': 3} has no use for this command; remove it, or write null",
+        "evaluation.completions 'samples' 3",
     ),
-    ({"reward": []}, "reward: this list is empty; name at least one"),
+    ({"reward": []}, "reward"),
     (
         {"kl": {"coefficient": 0.05}, "reference": {"kind": "adapter_off", "sync": {"every_steps": 1}}},
-        "reference.sync: the reference is the policy's own frozen weights (reference: adapter_off), so nothing can",
+        "reference.sync adapter_off",
     ),
-    ({"reference": {"kind": "none", "sync": {"every_steps": 1}}}, "reference.sync: there is no reference (reference: "),
-    ({"reference": {"sync": {"every_steps": 1}}}, "reference.sync: kl.coefficient is 0, so no reference can follow"),
-    ({"reference": {"sync": {"every_steps": 1, "mix": 0}}}, "reference.sync.mix: 0 should be greater than 0"),
+    ({"reference": {"kind": "none", "sync": {"every_steps": 1}}}, "reference.sync"),
+    ({"reference": {"sync": {"every_steps": 1}}}, "reference.sync kl.coefficient 0"),
+    ({"reference": {"sync": {"every_steps": 1, "mix": 0}}}, "reference.sync.mix 0"),
     (
         {"residency": {"parameters": "host"}, "parallel": {"cpu_offload": True}},
-        "residency.parameters: parallel.offload keeps them in host memory all the time; leave it out",
+        "residency.parameters parallel.offload",
     ),
     (
         {"residency": {"optimizer": "host"}, "parallel": {"offload": ["optimizer"]}},
-        "residency.optimizer: parallel.offload keeps them in host memory all the time; leave it out",
+        "residency.optimizer parallel.offload",
     ),
-    ({"residency": {"optimizer": "disk"}}, "residency.optimizer: 'disk' should be 'stay' or 'host'"),
-    ({"reference": {"sync": {}}}, "reference.sync.every_steps: required, and missing"),
-    ({"reference": {"ref_model_sync_steps": 4}}, "unknown key; it is called reference.sync.every_steps here"),
+    ({"residency": {"optimizer": "disk"}}, "residency.optimizer 'disk' 'stay' 'host'"),
+    ({"reference": {"sync": {}}}, "reference.sync.every_steps"),
+    ({"reference": {"ref_model_sync_steps": 4}}, "reference.ref_model_sync_steps reference.sync.every_steps"),
     (
         {
             "kl": {"coefficient": 0.05},
             "reference": {"kind": "server", "url": "http://host:8000/v1", "sync": {"every_steps": 1}},
         },
-        "reference.sync: kind server has no such key; it belongs to kind auto",
+        "reference.sync",
     ),
-    ({"reward": "exat"}, "reward: there is no kind 'exat'. Did you mean exact?"),
-    ({"reward": {"kind": "exact", "colum": "x"}}, "reward.colum: unknown key; did you mean column?"),
-    ({"reward": ["exact", {"kind": "exact", "colum": "x"}]}, "reward.1.colum: unknown key; did you mean column?"),
-    ({"reward": ["exact", "exact"]}, "reward: two rewards are called exact"),
-    ({"rollout": {"group_size": 1}}, "rollout.group_size: 1, but advantage: grpo compares at least 2"),
+    ({"reward": "exat"}, "reward 'exat'"),
+    ({"reward": {"kind": "exact", "colum": "x"}}, "reward.colum column"),
+    ({"reward": ["exact", {"kind": "exact", "colum": "x"}]}, "reward.1.colum column"),
+    ({"reward": ["exact", "exact"]}, "reward"),
+    ({"rollout": {"group_size": 1}}, "rollout.group_size 1 2"),
     (
         {"advantage": {"kind": "pass_at_k", "k": 8}},
-        "rollout.group_size: 8, but advantage: pass_at_k compares at least 9",
+        "rollout.group_size 8 pass_at_k 9",
     ),
     (
         {"rewards": {"step_timeout_seconds": 900}, "launch": {"timeout_minutes": 15}},
-        "rewards.step_timeout_seconds: 900 is not below launch.timeout_minutes=15 (900 s)",
+        "rewards.step_timeout_seconds 900 launch.timeout_minutes=15",
     ),
-    ({"rollout": {"temperature": 0}}, "rollout.temperature: 0 gives every completion of a group the same tokens"),
-    ({"rollout": {"temperature": 1e-30}}, "rollout.temperature: 1e-30 divides logits beyond the range of numbers"),
-    ({"rollout": {"stop": ["a", ""]}}, "rollout.stop: every text holds the empty one"),
-    ({"rollout": {"top_k": 5, "min_p": 0.1}}, "rollout.top_k: top_k, min_p draws from another distribution"),
+    ({"rollout": {"temperature": 0}}, "rollout.temperature 0"),
+    ({"rollout": {"temperature": 1e-30}}, "rollout.temperature 1e-30"),
+    ({"rollout": {"stop": ["a", ""]}}, "rollout.stop"),
+    ({"rollout": {"top_k": 5, "min_p": 0.1}}, "rollout.top_k top_k min_p"),
     (
         {"rollout": {"top_p": 0.9}, "correction": {"kind": "truncate", "level": "sequence"}},
-        "correction.level: top_p draws from another distribution than the policy's",
+        "correction.level top_p",
     ),
     (
         {"rollout": {"min_p": 0.1}, "correction": {"kind": "mask", "level": "sequence"}},
-        "correction.level: min_p draws from another distribution than the policy's",
+        "correction.level min_p",
     ),
     (
         {"rollout": {"top_k": 5}, "correction": {"kind": "mask", "weighted": False}},
-        "correction.weighted: top_k draws from another distribution than the policy's",
+        "correction.weighted top_k",
     ),
-    ({"updates": {"mini_batches": 5}}, "updates.mini_batches: data.batch_size=32 prompts cannot be dealt to 5"),
-    ({"objective": "gspo"}, "data.average: token_mean weighs sequences by their length"),
-    ({"data": {"path": "d", "overlong": "truncate"}}, "data.overlong: 'truncate' should be 'drop' or 'refuse'"),
+    ({"updates": {"mini_batches": 5}}, "updates.mini_batches data.batch_size=32 5"),
+    ({"objective": "gspo"}, "data.average token_mean"),
+    ({"data": {"path": "d", "overlong": "truncate"}}, "data.overlong 'truncate' 'drop' 'refuse'"),
     (
         {"data": {"path": "d", "train_on_prompt": True}},
-        "data.train_on_prompt: a rollout is trained on what",
+        "data.train_on_prompt",
     ),
-    ({"data": {"path": "d", "append_eos": False}}, "data.append_eos: a rollout is trained on what"),
-    ({"data": {"path": "d", "rows": "text"}}, "data.rows: text is a shape of supervised rows"),
-    ({"rollout": {"max_new_tokens": 1024}}, "leaves no room for a prompt in data.max_length=1024"),
+    ({"data": {"path": "d", "append_eos": False}}, "data.append_eos"),
+    ({"data": {"path": "d", "rows": "text"}}, "data.rows text"),
+    ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens data.max_length=1024"),
     (
         {"groups": {"between": {"reward": "r", "low": 0.9, "high": 0.1}}},
-        "groups.between.low: 0.9 is not below high=0.1",
+        "groups.between.low 0.9 high=0.1",
     ),
-    ({"groups": {"between": {"reward": "r"}}}, "groups.between.low: neither low nor high is set"),
+    ({"groups": {"between": {"reward": "r"}}}, "groups.between.low"),
     (
         {"data": {"path": "d", "batch_size_schedule": {"5": 64}}},
-        "data.batch_size_schedule: a rollout batch has one size",
+        "data.batch_size_schedule",
     ),
     (
         {"kl": {"coefficient": 0.1, "estimator": "k1"}},
-        "kl.estimator: the gradient of k1 in the loss is zero on average",
+        "kl.estimator",
     ),
-    ({"model": {"path": "m", "dropout": True}}, "model.dropout: a ratio compares two forward passes"),
-    ({"model": {"path": "m", "lora": {"dropout": 0.1}}}, "model.lora.dropout: a ratio compares two forward passes"),
+    ({"model": {"path": "m", "dropout": True}}, "model.dropout"),
+    ({"model": {"path": "m", "lora": {"dropout": 0.1}}}, "model.lora.dropout"),
     (
         {"groups": {"between": {"reward": "exat", "low": 0.1}}},
-        "groups.between.reward: exat is none of the rewards exact",
+        "groups.between.reward",
     ),
-    ({"groups": {"flat": "drop"}, "advantage": "reinforce_pp"}, "groups.flat: drop leaves out groups whose rewards"),
-    ({"groups": {"flat": "resample"}, "limit_batches": 3}, "groups.flat: resample draws more prompts than a batch has"),
+    ({"groups": {"flat": "drop"}, "advantage": "reinforce_pp"}, "groups.flat drop"),
+    ({"groups": {"flat": "resample"}, "limit_batches": 3}, "groups.flat resample"),
     (
         {"kl": {"coefficient": 0.1}, "checkpoint": {"init_from": "runs/a/checkpoints/step-00000001"}},
-        "checkpoint.init_from: the reference policy would be model.path without these weights",
+        "checkpoint.init_from model.path",
     ),
     (
         {"objective": {"kind": "path", "path": "f.py:g"}, "kl": {"coefficient": 0.1}},
-        "kl: a loss of your own (objective.path) takes nothing from this section",
+        "kl objective.path",
     ),
     (
         {"objective": "clip_cov", "kl": {"coefficient": 0.1, "where": "reward_to_go"}},
-        "kl.where: clip_cov chooses tokens by advantages, before the KL is taken from them; use loss",
+        "kl.where clip_cov",
     ),
-    ({"advantage": {"turns": "discounted"}}, "advantage.turns: a single answer has no turns; set environment, or"),
-    ({"advantage": {"discount": 0.9}}, "advantage.discount: all turns have the reward of their episode; set turns:"),
-    (TURNS | {"objective": "gspo"}, "objective.kind: gspo is one term per sequence, and turns: discounted is one per"),
+    ({"advantage": {"turns": "discounted"}}, "advantage.turns"),
+    ({"advantage": {"discount": 0.9}}, "advantage.discount"),
+    (TURNS | {"objective": "gspo"}, "objective.kind"),
     (
         TURNS | {"advantage": {"turns": "discounted", "combine": "normalise_then_sum"}},
-        "advantage.combine: normalise_then_sum scales rewards of whole episodes; leave it out with turns: discounted",
+        "advantage.combine normalise_then_sum",
     ),
-    ({"advantage": "gae"}, "critic: advantage: gae compares with what a critic expects, and there is none"),
+    ({"advantage": "gae"}, "critic"),
     (
         {"critic": {}},
-        "critic: advantage: grpo compares completions with each other and asks no critic; use advantage: gae",
+        "critic",
     ),
-    ({"critic": {"optim": {"kind": "sgdd"}}}, "critic.optim: there is no kind 'sgdd'. Did you mean sgd?"),
-    (PPO | {"critic": {"warmup_steps": 1}}, "critic.warmup_steps: 1 leaves the policy none of 1 steps"),
-    (PPO | {"critic": {"optim": {"ema": {}}}}, "critic.optim.ema: nothing evaluates or exports averages of a critic"),
-    (PPO | {"critic": {"optim": {"kind": "adamw_bf16"}}}, "critic.optim.kind: with optim.kind: adamw_bf16 needs"),
-    (PPO | {"groups": {"flat": "drop"}}, "groups.flat: drop leaves out groups whose rewards"),
-    (PPO | {"kl": {"coefficient": 0.1, "where": "reward_to_go"}}, "kl.where: advantage: gae passes rewards back"),
+    ({"critic": {"optim": {"kind": "sgdd"}}}, "critic.optim 'sgdd'"),
+    (PPO | {"critic": {"warmup_steps": 1}}, "critic.warmup_steps 1"),
+    (PPO | {"critic": {"optim": {"ema": {}}}}, "critic.optim.ema"),
+    (PPO | {"critic": {"optim": {"kind": "adamw_bf16"}}}, "critic.optim.kind optim.kind adamw_bf16"),
+    (PPO | {"groups": {"flat": "drop"}}, "groups.flat drop"),
+    (PPO | {"kl": {"coefficient": 0.1, "where": "reward_to_go"}}, "kl.where"),
     (
         PPO | {"objective": "gspo", "data": {"path": "d", "average": "sequence_mean"}},
-        "objective.kind: gspo is one term per sequence, and advantage: gae is one per token",
+        "objective.kind",
     ),
-    ({"kl": {"coefficient": 0.1}, "reference": {"kind": "none"}}, "reference.kind: none, but kl.coefficient=0.1"),
+    ({"kl": {"coefficient": 0.1}, "reference": {"kind": "none"}}, "reference.kind none kl.coefficient=0.1"),
     (
         {"kl": {"coefficient": 0.1}, "reference": {"kind": "adapter_off"}},
-        "reference.kind: adapter_off is not the model",
+        "reference.kind adapter_off",
     ),
-    ({"reference": "server"}, "reference.url: required, and missing"),
-    ({"reference": {"kind": "server", "url": "host:8000"}}, "reference.url: 'host:8000' is no address; write it as in"),
+    ({"reference": "server"}, "reference.url"),
+    ({"reference": {"kind": "server", "url": "host:8000"}}, "reference.url 'host:8000'"),
     (
         {"reference": {"kind": "server", "url": "http://a..b:8000/v1"}},
-        "reference.url: 'http://a..b:8000/v1' is no address: 'a..b' is no name of a host; write it as in",
+        "reference.url 'http://a..b:8000/v1' 'a..b'",
     ),
     (
         {"reference": {"kind": "server", "url": "http://host:99999/v1"}},
-        "is no address: its port is no whole number from 1 to 65535; write it as in",
+        "reference.url 1 65535",
     ),
-    ({"reference": {"kind": "server", "url": "http://host:0/v1"}}, "is no address: ports begin with 1; write it as in"),
-    ({"reference": {"kind": "server", "url": "http://host:port/v1"}}, "reference.url: 'http://host:port/v1' is no"),
+    ({"reference": {"kind": "server", "url": "http://host:0/v1"}}, "reference.url 1"),
+    ({"reference": {"kind": "server", "url": "http://host:port/v1"}}, "reference.url 'http://host:port/v1'"),
     (
         {"reference": {"kind": "server", "url": "http://host/v1", "api_key_variable": "sk-1 2"}},
-        "reference.api_key_variable: this is no name of a variable",
+        "reference.api_key_variable",
     ),
     (
         {"reference": {"kind": "sharded", "url": "http://host/v1"}},
-        "reference.url: kind auto or none or adapter_off or sharded or offloaded has no such key; it belongs to kind "
-        "server",
+        "reference.url adapter_off",
     ),
-    ({"reference": {"kind": "served"}}, "reference: there is no kind 'served'. Did you mean server?"),
+    ({"reference": {"kind": "served"}}, "reference 'served'"),
     (
         {
             "kl": {"coefficient": 0.1},
             "reference": {"kind": "server", "url": "http://host/v1"},
             "rollout": {"temperature": 0.7},
         },
-        "reference.kind: a server tells log-probabilities at temperature 1, and rollout.temperature=0.7 is that of",
+        "reference.kind 1 rollout.temperature=0.7",
     ),
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), REFUSED)
-def test_what_cannot_work_is_refused_by_its_key(change: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("change", "named"), REFUSED)
+def test_what_cannot_work_is_refused_by_its_key(change: dict[str, Any], named: str, said: Said) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(LEAST | change, GRPOConfig)
 
-    assert words in str(caught.value)
+    said(str(caught.value))
+    assert_refused(str(caught.value), named)
 
 
 def test_a_tree_that_names_rewards_or_rollouts_is_a_policy_s() -> None:

@@ -14,7 +14,7 @@ from holdfast.config.verbs.training import as_plain
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
-from tests.messages import Said
+from tests.messages import Said, assert_refused
 from tests.trees import run_from_mapping
 
 LEAST: dict[str, Any] = {
@@ -61,11 +61,8 @@ def test_what_policies_have_is_refused(change: dict[str, Any], named: str, said:
     with pytest.raises(ConfigError) as refused:
         from_mapping(LEAST | change, ScorerConfig)
 
-    message = str(refused.value)
-    said(message)
-    key, *rest = named.split()
-    assert f"config: {key}: " in message
-    assert [word for word in rest if word not in message] == []
+    said(str(refused.value))
+    assert_refused(str(refused.value), named)
 
 
 @pytest.mark.parametrize(
