@@ -34,6 +34,16 @@ def test_one_sample_is_seen_by_name(start: Start) -> None:
     assert "['2+2=', '4 now', [5, 6], [8, 9, 10], 'length', 7, '4', 3, 2, 'default']" in told(pool)
 
 
+def test_a_function_of_one_sample_is_given_the_messages_of_an_episode(start: Start) -> None:
+    said = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4 now"}]
+    pool = start("""
+        def reward(completion, messages):
+            raise ValueError(messages)
+        """)
+
+    assert str(said) in told(pool, replace(WHOLE, messages=said, prompt_messages=1))
+
+
 def test_a_double_star_gets_every_column_and_value(start: Start) -> None:
     pool = start("""
         def reward(completion, **rest):

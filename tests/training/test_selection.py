@@ -14,7 +14,7 @@ from holdfast.config.sections.advantage import (
     ReinforcePPBaselineAdvantageConfig,
     ReMaxAdvantageConfig,
 )
-from holdfast.config.sections.rollout import GroupsConfig
+from holdfast.config.sections.rollout import BetweenConfig, GroupsConfig
 from holdfast.training.policy.groups import CompletionSummary, GroupFact, select, with_baselines
 from holdfast.types import Finish
 
@@ -53,6 +53,22 @@ def test_a_group_is_judged_by_its_own_completions_and_not_by_its_batch(advantage
     facts = [group(0, [0.1, 0.1 + 1e-9]), group(1, [0.0, 1e-3]), group(2, [5.0, -5.0])]
 
     assert kept(facts, advantage()) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0.25, 0.75, [2]), (0.25, None, [2, 3, 4]), (None, 0.75, [0, 1, 2]), (0.2, 0.8, [1, 2, 3])],
+)
+def test_a_group_is_kept_whose_mean_reward_lies_strictly_between_two_numbers(
+    low: float | None, high: float | None, expected: list[int]
+) -> None:
+    facts = [group(number, [1.0] * number + [0.0] * (4 - number)) for number in range(5)]
+    unscored = group(5, [1.0, 0.0], [{"exact": None}, {"exact": None}])
+    between = BetweenConfig(reward="exact", low=low, high=high)
+
+    found = select([*facts, unscored], GroupsConfig(between=between), GRPOAdvantageConfig(), {"exact": 1.0})
+
+    assert [fact.prompt_id for fact in found] == expected
 
 
 @pytest.mark.parametrize("flat", ["drop", "resample"])
