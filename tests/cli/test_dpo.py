@@ -12,6 +12,7 @@ from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import TINY, write_rows, write_run
 from tests.cli.test_refusals import everything_in, refused
 from tests.cli.warm import Done, WarmPython
+from tests.messages import Said
 
 LOSS = """
 from dataclasses import dataclass
@@ -132,8 +133,8 @@ def test_a_run_does_not_go_on_with_another_loss_or_another_reference(
     other_model = dpo(warm, tmp_path, stored)
 
     assert (other_loss.code, other_model.code) == (2, 2)
-    assert "was made with other things than this run has (objective: preference)" in other_loss.err
-    assert "was made with other things than this run has (model: model.path)" in other_model.err
+    assert "(objective: preference)" in other_loss.err
+    assert "(model: model.path)" in other_model.err
 
 
 @pytest.mark.slow
@@ -150,7 +151,7 @@ def test_a_loss_of_the_user_s_own_trains(warm: WarmPython, tmp_path: Path, pairs
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[0]["loss"] == pytest.approx(1 - lines[0]["rewards/margins"], rel=1e-6)
     assert wrong.code == 2
-    assert "preference.loss.path loss.py:hinge called with no arguments raises TypeError" in wrong.err
+    assert "preference.loss.path loss.py:hinge" in wrong.err
 
 
 def rows_of(**changed: Any) -> Any:
@@ -193,21 +194,21 @@ def shared_but_padded(folder: Path, tree: dict[str, Any]) -> None:
 
 
 BAD = [
-    (rows_of(rejected="2"), "its chosen and its rejected answer are the same, so there is nothing to prefer."),
-    (rows_of(rejected=...), "has no column 'rejected': a pair has prompt, chosen and rejected."),
-    (rows_of(chosen=""), "its chosen answer is empty, so there is nothing to prefer."),
-    (long_prompts, "No row of rows can be trained on (counted: overlong_dropped: "),
-    (long_prompts_refused, "has 42 tokens, more than data.max_length=32. Raise data.max_length to 42"),
-    (labels_missing, "has no column 'label': kto takes prompt, completion and label."),
-    (foreign_cache, "said is not a whole file of reference log-probabilities ("),
-    (bad_row_before_the_pass, "has no column 'rejected': a pair has prompt, chosen and rejected."),
-    (shared_but_padded, "data.shared_prompt: on, but llama is trained with one sequence per row"),
+    (rows_of(rejected="2"), "rejected"),
+    (rows_of(rejected=...), "'rejected'"),
+    (rows_of(chosen=""), "chosen"),
+    (long_prompts, "overlong_dropped: 12"),
+    (long_prompts_refused, "data.max_length=32"),
+    (labels_missing, "'label'"),
+    (foreign_cache, "said"),
+    (bad_row_before_the_pass, "'rejected'"),
+    (shared_but_padded, "data.shared_prompt: on"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "said"), BAD)
+@pytest.mark.parametrize(("spoil", "named"), BAD)
 def test_a_bad_input_is_one_paragraph_and_leaves_nothing(
-    warm: WarmPython, tmp_path: Path, pairs: dict[str, Any], spoil: Any, said: str
+    warm: WarmPython, tmp_path: Path, pairs: dict[str, Any], spoil: Any, named: str, said: Said
 ) -> None:
     spoil(tmp_path, pairs)
     write_run(tmp_path / "run.yaml", pairs)
@@ -215,14 +216,15 @@ def test_a_bad_input_is_one_paragraph_and_leaves_nothing(
 
     done = warm.run("-m", "holdfast.cli.main", "dpo", "run.yaml", cwd=tmp_path)
 
-    refused(done, tmp_path, before, said)
+    refused(done, tmp_path, before, named)
+    said(done.err)
 
 
 def test_a_reference_for_a_loss_without_one_is_refused(warm: WarmPython, tmp_path: Path, pairs: dict[str, Any]) -> None:
     done = dpo(warm, tmp_path, pairs | {"preference": {"loss": "orpo"}, "reference": {"kind": "sharded"}})
 
     assert done.code == 2
-    assert "reference.kind: preference.loss: orpo compares with no reference; leave kind out" in done.err
+    assert "reference.kind: preference.loss: orpo" in done.err
 
 
 def test_rows_that_prefer_nothing_can_be_dropped_and_are_counted(

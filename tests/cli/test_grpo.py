@@ -20,6 +20,7 @@ from tests.cli.commands import LiveRun
 from tests.cli.fixtures import TINY, write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 from tests.crash.runs import log_of_run
+from tests.messages import Said
 
 REWARDS = """
 import os, sys, time
@@ -235,7 +236,7 @@ def test_a_recorded_step_is_reproduced_by_one_process_and_a_changed_one_is_not(
     _flip_a_reward(tmp_path / "runs" / "run" / "rollouts" / "step-00000003.jsonl.gz")
     done = replay(3)
     assert done.code == 1
-    assert "step 3 cannot be reproduced" in done.out
+    assert re.search(r"\bstep 3\b", done.out)
 
 
 def test_a_step_is_made_again_in_what_it_was_computed_in(
@@ -245,7 +246,7 @@ def test_a_step_is_made_again_in_what_it_was_computed_in(
     recorded = policy | {"steps": 2, "rollout": policy["rollout"] | {"record": True}, "checkpoint": {"every_steps": 2}}
     done = grpo(warm, tmp_path, recorded, "launch.ranks=1", "parallel.compute_dtype=bfloat16")
     assert done.code == 0, done.err
-    assert "warning: rollout.record: step N is made again from the checkpoint of step N-1" in done.out
+    assert "warning: rollout.record: " in done.out
     resolved = tmp_path / "runs" / "run" / "config.resolved.yaml"
     assert "compute_dtype: bfloat16" in resolved.read_text()
     resolved.write_text(resolved.read_text().replace("compute_dtype: bfloat16", "compute_dtype: auto"))
@@ -383,37 +384,31 @@ def a_tokenizer_without_an_end(folder: Path, tree: dict[str, Any]) -> None:
 
 REFUSED = [
     (nothing_imports, "a_module_that_is_not_there"),
-    (no_such_function, "has no function evn"),
-    (a_group_of_one, "rollout.group_size: 1, but advantage: grpo compares at least 2 completions of a prompt"),
-    (a_batch_that_cannot_be_dealt, "data.batch_size=4 prompts cannot be dealt to 3 mini-batches alike"),
-    (no_room_for_a_prompt, "leaves no room for a prompt in data.max_length=32"),
-    (a_prompt_over_budget, "its prompt has 30 tokens"),
+    (no_such_function, "reward evn"),
+    (a_group_of_one, "rollout.group_size: 1"),
+    (a_batch_that_cannot_be_dealt, "data.batch_size=4"),
+    (no_room_for_a_prompt, "data.max_length=32"),
+    (a_prompt_over_budget, "30 tokens"),
     (only_prompts_over_budget, "overlong_dropped: 12"),
     (an_empty_evaluation_set, "empty has no rows"),
-    (
-        a_reward_of_a_column_that_is_not_there,
-        "reward moody: it needs column answer, and no row of the first batch has one; their columns are prompt, gold",
-    ),
-    (
-        an_evaluation_set_without_the_answer,
-        "reward exact: it needs column answer, and no row of evaluation set held has one; their columns are prompt",
-    ),
-    (a_biased_sampler, "top_p draws from another distribution than the policy's"),
-    (a_tokenizer_without_an_end, "Nothing ends a completion"),
+    (a_reward_of_a_column_that_is_not_there, "reward moody"),
+    (an_evaluation_set_without_the_answer, "reward exact"),
+    (a_biased_sampler, "rollout.top_p"),
+    (a_tokenizer_without_an_end, "eos_token"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "words"), REFUSED, ids=[spoil.__name__ for spoil, _ in REFUSED])
+@pytest.mark.parametrize(("spoil", "named"), REFUSED, ids=[spoil.__name__ for spoil, _ in REFUSED])
 def test_what_cannot_work_is_one_paragraph_and_nothing_is_left(
-    warm: WarmPython, tmp_path: Path, policy: dict[str, Any], spoil: Callable[..., None], words: str
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any], spoil: Callable[..., None], named: str, said: Said
 ) -> None:
     spoil(tmp_path, policy)
 
     done = grpo(warm, tmp_path, policy)
 
     assert done.code == 2, done.out + done.err
-    assert words in done.err
-    assert done.err.count(words) == 1, "one rank speaks for all"
+    said(done.err)
+    assert done.err.count(named) == 1, "one rank speaks for all"
     assert "Traceback" not in done.err
     assert not (tmp_path / "runs" / "run").exists()
 
@@ -447,10 +442,8 @@ def test_a_batched_reward_with_one_value_for_all_is_refused_before_the_first_ste
     done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:shared"}})
 
     assert done.code == 2, done.out + done.err
-    assert (
-        "reward shared: called with 4 completions before step 1, it returned 1 value for 4 completions; a batched "
-        "reward returns a list with one value for each. Correct its return value."
-    ) in done.err
+    assert "reward shared: " in done.err
+    assert re.findall(r"\d+", done.err) == ["4", "1", "1", "4"]
     assert "Traceback" not in done.err
     assert not (tmp_path / "runs" / "run").exists()
 
@@ -464,7 +457,7 @@ def test_a_batched_reward_that_returns_one_value_for_all_later_is_a_fault_of_the
     lines = [line for line in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in line]
     assert [line.get("reward/error", 0.0) for line in lines] == [0.0, lines[1]["rollout/completions"]]
     assert [line.get("reward") for line in lines] == [1.0, None]
-    assert "warning: reward shared_later returned 1 value for 8 completions; a batched reward" in done.out
+    assert re.search(r"^warning: reward shared_later .*\b1\b.*\b8\b", done.out, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -472,7 +465,7 @@ def test_a_run_in_which_nothing_can_be_scored_stops(warm: WarmPython, tmp_path: 
     done = grpo(warm, tmp_path, policy | {"steps": 5, "reward": {"path": "rewards.py:broken"}})
 
     assert done.code == 3, done.err
-    assert "Not one completion could be scored in 3 steps in a row, the last of them step 3" in done.err
+    assert re.search(r"\b3 steps\b.*\bstep 3\b", done.err)
     assert 0 < done.err.index("rewards.max_unscored_steps") < done.err.index("no such answer"), "the fix comes first"
     assert "Traceback" not in done.err
     run = tmp_path / "runs" / "run"
@@ -523,7 +516,7 @@ def test_an_evaluation_says_what_it_could_not_score_and_fails_if_that_is_everyth
     assert "held/reward/timeout" not in trained.out
     assert nothing.code == 1, nothing.err
     assert "accuracy" not in nothing.out
-    assert "Not one completion of any evaluation set could be scored" in nothing.err
+    assert "ValueError: no such answer" in nothing.err
     assert "Traceback" not in nothing.err
 
 
@@ -533,9 +526,9 @@ def test_reward_processes_that_die_on_one_rank_end_all_ranks_alike(
     done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:fatal"}})
 
     assert done.code == 3, done.err
-    assert "The reward processes died with signal 9" in done.err
+    assert "signal 9" in done.err
     log = (tmp_path / "runs" / "run" / "logs" / "rank-1.log").read_text()
-    assert "The reward processes died with signal 9" in log
+    assert "signal 9" in log
     for said in (done.err, log):
         assert not re.search("died without a word|failed|Traceback", said)
 
