@@ -27,9 +27,11 @@ from holdfast.training.run_state import RunState
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import HOLDFAST, write_run
 from tests.cli.in_process import cli_in_process
+from tests.cli.screens import lacks, numbers, page_of
 from tests.cli.warm import WarmPython, run
 from tests.features.report.cases import RunFolder, data_of, killed_run, long_run
 from tests.features.trackers.test_secrets import SECRETS, planted
+from tests.messages import Said
 
 COMMAND = ("-m", "holdfast.cli.main", "sft", "run.yaml")
 
@@ -46,8 +48,8 @@ def test_a_run_ends_with_its_page_and_a_run_that_had_nothing_to_do_leaves_it(
     second = warm.run(*COMMAND, cwd=tmp_path)
 
     assert (first.code, second.code) == (0, 0), first.err
-    assert first.out.splitlines()[-1] == "what happened, on one page: runs/run/report.html"
-    assert "on one page" not in second.out
+    assert page_of(first.out) == "runs/run/report.html"
+    assert "report.html" not in second.out
     assert page.stat().st_mtime_ns == written
     (drawn,) = data_of(page.read_text())["runs"]
     assert len(drawn["curves"]["loss"][1]) == 2
@@ -60,7 +62,7 @@ def test_a_refused_run_and_a_dry_run_write_no_page(warm: WarmPython, tmp_path: P
     dry = warm.run(*COMMAND, "dry_run=true", cwd=tmp_path)
 
     assert (refused.code, dry.code) == (2, 0), dry.err
-    assert "on one page" not in refused.out + dry.out
+    assert "report.html" not in refused.out + dry.out
     assert list(tmp_path.rglob("report.html")) == []
 
 
@@ -78,7 +80,8 @@ def test_a_stopped_run_has_its_page_before_the_command_ends(
 
     assert done.code == 3, done.err
     (drawn,) = data_of((live.directory / "report.html").read_text())["runs"]
-    assert [mark[1] for mark in drawn["marks"]["stopped"]] == ["stopped: stopped by SIGTERM"]
+    ((_, words),) = drawn["marks"]["stopped"]
+    assert lacks(words, "stopped: SIGTERM") == []
 
 
 @pytest.mark.slow
@@ -95,7 +98,8 @@ def test_a_killed_rank_stands_on_the_page(warm: WarmPython, tmp_path: Path, tree
     assert done.code == 3
     (drawn,) = data_of((live.directory / "report.html").read_text())["runs"]
     ((_, words),) = drawn["marks"]["failed"]
-    assert words.startswith("Rank 1 was killed by SIGKILL")
+    assert words.startswith("Rank 1 ")
+    assert "SIGKILL" in words
 
 
 @pytest.mark.slow
@@ -112,13 +116,13 @@ def test_a_page_that_takes_too_long_is_left_out_and_the_exit_code_stays(tmp_path
     done = run([HOLDFAST.with_name("python"), "-c", script, place], cwd=tmp_path)
 
     assert done.code == 0
-    assert "The run's page was not written in 0.2 s: `holdfast report" in done.err
+    assert lacks(done.err, "0.2 s: `holdfast report") == []
     assert float(done.out) < 2
     assert not (place / "report.html").exists()
     assert [path.name for path in place.iterdir() if path.name.startswith(".")] == []
 
 
-def test_two_runs_are_compared_at_equal_steps(tmp_path: Path) -> None:
+def test_two_runs_are_compared_at_equal_steps(tmp_path: Path, said: Said) -> None:
     one, two = RunFolder(tmp_path, "one"), RunFolder(tmp_path, "two", optim={"lr": 0.5})
     one.steps(1, 20)
     two.steps(1, 12)
@@ -128,9 +132,7 @@ def test_two_runs_are_compared_at_equal_steps(tmp_path: Path) -> None:
 
     assert done.code == 0, done.err
     lines = [line.strip() for line in done.out.splitlines()]
-    assert "configuration: 1 key differs" in lines
     assert any(re.fullmatch(r"optim\.lr +0\.001 +0\.5", line) for line in lines)
-    assert "environment: the same" in lines
     assert [line.split()[1:] for line in lines if line.startswith("loss ")] == [
         ["1", "1", "1", "same"],
         ["5", "0.2", "0.2", "same"],
@@ -139,15 +141,18 @@ def test_two_runs_are_compared_at_equal_steps(tmp_path: Path) -> None:
         ["15", "0.06667", "0.5", "0.4333"],
     ]
     assert any(re.fullmatch(r"grad_norm +— +— +there +—", line) for line in lines)
-    assert lines[-1] == f"The first step that differs is 13: loss is {1 / 13!r} in one and 0.5 in two."
+    assert numbers(lines[-1]) == [13, 1 / 13, 0.5]
+    said(done.out)
 
 
-def test_equal_runs_are_said_to_be(tmp_path: Path) -> None:
+def test_equal_runs_are_said_to_be(tmp_path: Path, said: Said) -> None:
     one, two = killed_run(tmp_path / "a", "run"), killed_run(tmp_path / "b", "run")
 
     done = cli_in_process("runs", "compare", one.place, two.place, cwd=tmp_path)
 
-    assert done.out.splitlines()[-1].startswith("All numbers of the steps that both have, up to step 60, are equal")
+    last = done.out.splitlines()[-1]
+    assert "step 60" in last
+    said(last)
 
 
 def test_no_planted_secret_is_on_the_page_or_in_a_comparison(tmp_path: Path) -> None:
@@ -241,8 +246,8 @@ def test_a_finished_run_is_watched_in_one_frame_that_fits(tmp_path: Path, column
         "verified",
     ):
         assert words in whole
-    assert "step 50 resumed: continued from step 50" in whole
-    assert "completions of step 60" in whole
+    assert re.search(r"step 50 resumed: .*step 50", whole)
+    assert re.search(r"completions .*step 60", whole)
     assert "\x1b[2J" not in whole
     assert sorted((path, path.stat().st_mtime_ns) for path in run.place.rglob("*")) == before
 
@@ -272,10 +277,10 @@ def test_a_run_that_goes_on_is_watched_to_its_end(warm: WarmPython, tmp_path: Pa
     assert "running" in text
     assert "rank 1  step" in text
     assert "left" in text
-    assert "stopped: stopped by SIGTERM" in text
+    assert re.search(r"stopped: .*SIGTERM", text)
 
 
-def test_without_a_terminal_one_frame_is_printed_and_no_run_is_refused(tmp_path: Path) -> None:
+def test_without_a_terminal_one_frame_is_printed_and_no_run_is_refused(tmp_path: Path, said: Said) -> None:
     folder = killed_run(tmp_path)
 
     done = cli_in_process("watch", folder.place, cwd=tmp_path)
@@ -286,7 +291,9 @@ def test_without_a_terminal_one_frame_is_printed_and_no_run_is_refused(tmp_path:
     assert "\x1b" not in done.out
     assert "step 60 of 60" in done.out
     assert (refused.code, bad.code) == (2, 2)
-    assert "is not the directory of a run" in refused.err
+    assert "absent" in refused.err
+    said(refused.err.strip())
+    said(bad.err.strip())
     assert json.dumps(bad.err).count("\\n") == 1
 
 
@@ -306,6 +313,6 @@ def test_a_running_run_by_epochs_has_a_bar_its_steps_and_the_time_left(tmp_path:
     text = console.file.getvalue()
     assert "step 30 of 40  ━━━" in text
     assert re.search(r"0:00:0\d left", text)
-    assert re.search(r"evaluation, each +3,000\.0 ms", text)
-    assert re.search(r"save_wait, each +8,000\.0 ms", text)
-    assert re.search(r"forward_backward +200\.0 ms", text)
+    assert re.search(r"evaluation\b.* 3,000\.0 ms", text)
+    assert re.search(r"save_wait\b.* 8,000\.0 ms", text)
+    assert re.search(r"backward +200\.0 ms", text)

@@ -12,7 +12,9 @@ from pyarrow import parquet
 
 from holdfast.metrics.sink import SampleFiles
 from tests.cli.fixtures import write_rows, write_run
+from tests.cli.screens import lacks
 from tests.cli.warm import WarmPython
+from tests.messages import Said
 
 KILLS = """
 import os, signal
@@ -98,10 +100,13 @@ def test_files_of_steps_that_a_resume_went_back_behind_are_removed(tmp_path: Pat
     assert row == {"sample_id": 1, "completion": "half \\ud83d", "reward": 1.0, "trained": True, "step": 2}
 
 
-def test_trackers_of_completions_need_the_lines(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_trackers_of_completions_need_the_lines(
+    warm: WarmPython, tmp_path: Path, said: Said, tree: dict[str, Any]
+) -> None:
     write_run(tmp_path / "run.yaml", tree | {"metrics": {"samples": "parquet", "sinks": ["csv"]}})
 
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
 
     assert done.code == 2
-    assert "metrics.samples: trackers read samples.jsonl; use jsonl, or leave completions out of" in done.err
+    assert lacks(done.err, "metrics.samples: samples.jsonl") == []
+    said(done.err.strip())

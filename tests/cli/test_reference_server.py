@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import write_run
+from tests.cli.screens import resumed_at, saved_before_the_error
 from tests.cli.warm import Done, WarmPython
 from tests.logprob_server import served
 from tests.tiny import tiny_directory
@@ -56,15 +57,15 @@ def test_a_server_that_fails_stops_the_run_after_its_last_whole_step_and_the_sam
     straight = run("straight", {"kind": "sharded"})
 
     assert missing.code == 2, missing.err
-    assert missing.err.count("http://127.0.0.1:9/v1 cannot be reached") == 1
+    assert "http://127.0.0.1:9/v1" in missing.err
     assert "Traceback" not in missing.err
     assert stopped.code == 3, stopped.err
-    assert stopped.err.count(f"The reference policy at {server.url('model')} answers 500") == 1
+    assert stopped.err.count(f" {server.url('model')} answers 500") == 1
     assert "Traceback" not in stopped.err
-    assert "checkpoint of step 1 is on disk, saved before the error" in stopped.out
+    assert saved_before_the_error(stopped.out) == 1
     assert kept == ["step-00000001"]
     assert went_on.code == straight.code == 0, went_on.err + straight.err
-    assert "resuming from step 1" in went_on.out
+    assert resumed_at(went_on.out) == 1
     found, expected = losses(tmp_path, "asked"), losses(tmp_path, "straight")
     assert [step for step, _, _ in found] == [1, 2, 3]
     for one, other in zip(found, expected, strict=True):

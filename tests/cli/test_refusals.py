@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.fixtures import HOLDFAST, TINY, write_rows, write_run
+from tests.cli.screens import lacks
 from tests.cli.warm import Done, WarmPython, run
+from tests.messages import Said
 
 
 def missing_shard(folder: Path, tree: dict[str, Any]) -> None:
@@ -105,42 +109,35 @@ def half_a_character(folder: Path, tree: dict[str, Any]) -> None:
     write_rows(folder / "rows.jsonl", [{"prompt": "a \ud800", "completion": "b"}] * 12)
 
 
-BEFORE_THE_FIRST_BATCH = [
-    (small_batch_later, "data.batch_size_schedule.1=1 is less than the number of ranks, 2: some would never have a "
-                        "sequence. Raise data.batch_size_schedule.1, or lower launch.ranks."),
-    (unreadable_file, "data.path=rows.jsonl cannot be read: [Errno 5]"),
-    (longer_than_its_table_of_positions, "data.max_length allows sequences of 32 tokens, and gpt2 has 31 positions "
-                                         "(max_position_embeddings). Lower data.max_length."),
-    (completions_longer_than_its_table_of_positions,
-     "evaluation.completions.max_new_tokens allows sequences of 35 tokens, and gpt2 has 34 positions "
-     "(max_position_embeddings). Lower data.max_length or max_new_tokens."),
-    (router_loss_without_routers, "model.router_loss: sequence, but llama is no mixture of experts: it has no routers "
-                                  "to balance. Leave it out."),
-    (no_warm_start, "elsewhere/checkpoints/step-00000003"),
-    (no_such_set, "eval/validaton/loss is of no evaluation set (there are validation)"),
-    (no_file, "data.path=gone.jsonl is not there (no such file or directory: "),
-    (empty_file, "rows has no rows."),
-    (small_batch, "data.batch_size=1 is less than the number of ranks, 2: some would never have a sequence. Raise "
-                  "data.batch_size, or lower launch.ranks."),
-    (one_row, "There are 1 rows for 2 ranks. Add data, or lower launch.ranks."),
-    (large_tokenizer, "The tokenizer has token ids up to 59, the model's embedding has 20 rows. Use the model's own "
-                      "tokenizer, or set model.resize_vocab: true to grow the embedding."),
-    (missing_shard, "model-0000"),
-    (typo, "run.yaml:"),
-    (wrong_type, "run.yaml:"),
-]  # fmt: skip
-IN_THE_FIRST_BATCH = [
-    (missing_column, "rows row "),
-    (two_shapes, "rows row "),
-    (half_a_character, "column 'prompt' holds half of a UTF-16 pair"),
-]
+BEFORE_THE_FIRST_BATCH: dict[Callable[[Path, dict[str, Any]], None], str] = {
+    small_batch_later: "data.batch_size_schedule.1=1 2 launch.ranks",
+    unreadable_file: "data.path=rows.jsonl [Errno 5]",
+    longer_than_its_table_of_positions: "data.max_length 32 gpt2 31 max_position_embeddings",
+    completions_longer_than_its_table_of_positions: "evaluation.completions.max_new_tokens 35 34 data.max_length",
+    router_loss_without_routers: "model.router_loss sequence llama",
+    no_warm_start: "elsewhere/checkpoints/step-00000003",
+    no_such_set: "eval/validaton/loss validation",
+    no_file: "data.path=gone.jsonl",
+    empty_file: "rows",
+    small_batch: "data.batch_size=1 2 launch.ranks",
+    one_row: "1 2 launch.ranks",
+    large_tokenizer: "59 20 model.resize_vocab",
+    missing_shard: "model-0000",
+    typo: "run.yaml: optm optim",
+    wrong_type: "run.yaml: data.batch_size 'four'",
+}
+"""Each with the words that its message has to name."""
+IN_THE_FIRST_BATCH: dict[Callable[[Path, dict[str, Any]], None], str] = {
+    missing_column: "rows row",
+    two_shapes: "rows row",
+    half_a_character: "'prompt' UTF-16",
+}
 
 
-def refused(done: Done, folder: Path, before: set[str], said: str) -> None:
+def refused(done: Done, folder: Path, before: set[str], named: str) -> None:
     assert done.code == 2, done
     assert "Traceback" not in done.err + done.out
-    assert done.err.count(said) == 1, done.err
-    assert said in done.err.strip().splitlines()[0]
+    assert lacks(done.err.strip().splitlines()[0], named) == []
     assert done.err.strip() == done.err.strip().split("\n\n")[0]
     assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == before
 
@@ -149,9 +146,9 @@ def everything_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(("spoil", "said"), BEFORE_THE_FIRST_BATCH)
+@pytest.mark.parametrize("spoil", BEFORE_THE_FIRST_BATCH)
 def test_a_bad_input_is_one_paragraph_and_leaves_nothing(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], spoil: Any, said: str
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], spoil: Any, said: Said
 ) -> None:
     spoil(tmp_path, tree)
     write_run(tmp_path / "run.yaml", tree)
@@ -159,12 +156,13 @@ def test_a_bad_input_is_one_paragraph_and_leaves_nothing(
 
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
 
-    refused(done, tmp_path, before, said)
+    refused(done, tmp_path, before, BEFORE_THE_FIRST_BATCH[spoil])
+    said(done.err.strip())
 
 
-@pytest.mark.parametrize(("spoil", "said"), IN_THE_FIRST_BATCH)
+@pytest.mark.parametrize("spoil", IN_THE_FIRST_BATCH)
 def test_a_bad_row_of_the_first_batch_is_one_paragraph_and_leaves_nothing(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], spoil: Any, said: str
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], spoil: Any, said: Said
 ) -> None:
     spoil(tmp_path, tree)
     write_run(tmp_path / "run.yaml", tree)
@@ -172,7 +170,8 @@ def test_a_bad_row_of_the_first_batch_is_one_paragraph_and_leaves_nothing(
 
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
 
-    refused(done, tmp_path, before, said)
+    refused(done, tmp_path, before, IN_THE_FIRST_BATCH[spoil])
+    said(re.sub(r"\brow \d+", "row N", done.err.strip()))  # of the rank that met it first
 
 
 def test_the_command_as_users_start_it_refuses_in_the_same_way(tmp_path: Path, tree: dict[str, Any]) -> None:
@@ -182,4 +181,4 @@ def test_the_command_as_users_start_it_refuses_in_the_same_way(tmp_path: Path, t
 
     done = run([HOLDFAST, "sft", "run.yaml"], cwd=tmp_path)
 
-    refused(done, tmp_path, before, "data.path=gone.jsonl is not there")
+    refused(done, tmp_path, before, BEFORE_THE_FIRST_BATCH[no_file])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -22,7 +23,9 @@ from holdfast.training import run_state as state
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import write_rows, write_run
 from tests.cli.in_process import cli_in_process
+from tests.cli.screens import lacks, numbers
 from tests.cli.warm import Done, WarmPython
+from tests.messages import Said
 
 COMMAND = ("-m", "holdfast.cli.main")
 
@@ -71,7 +74,8 @@ def test_a_run_that_is_done_is_listed_with_what_its_files_say_and_nothing_is_wri
     assert files_below(tmp_path) == before
     assert done.code == 0, done.err
     value = f"{about['rating']['value']:.5g}"
-    assert done.out == f"run  sft  step 2  checkpoint 2  best eval/held/loss={value}  done\n"
+    row = done.out.removesuffix("\n").split("  ")
+    assert row == ["run", "sft", "step 2", "checkpoint 2", f"best eval/held/loss={value}", "done"]
     assert run.pop("last_activity")
     assert run == {
         "name": "run",
@@ -104,7 +108,8 @@ def test_a_run_that_goes_on_and_is_stopped_by_the_clock_is_stopped(
 
     assert done.code == 3, done.err
     last = json.loads((ended / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    assert (run["state"], run["why"]) == ("stopped", "max_minutes=0.005 have passed")
+    assert run["state"] == "stopped"
+    assert run["why"].startswith("max_minutes=0.005 ")
     assert run["step"] == run["checkpoint"] == last > 2
 
 
@@ -118,7 +123,7 @@ def test_a_run_that_an_observer_stopped_is_done(warm: WarmPython, tmp_path: Path
 
 
 def test_a_run_that_failed_has_the_first_line_of_what_its_launcher_said(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+    warm: WarmPython, tmp_path: Path, said: Said, tree: dict[str, Any]
 ) -> None:
     bug = "import os\n\n\ndef dies(event):\n    if event.step == 2:\n        os._exit(7)\n"
     (tmp_path / "watch.py").write_text(bug)
@@ -129,7 +134,8 @@ def test_a_run_that_failed_has_the_first_line_of_what_its_launcher_said(
     assert done.code == 3
     assert run["state"] == "failed"
     assert run["why"] in done.err.splitlines()
-    assert run["why"] == "Rank 0 ended with exit code 7 at step 1."
+    assert numbers(run["why"]) == [0, 7, 1]
+    said(run["why"])
 
 
 def test_a_run_that_a_user_s_mistake_ended_has_the_mistake(
@@ -143,7 +149,7 @@ def test_a_run_that_a_user_s_mistake_ended_has_the_mistake(
 
     assert done.code in {2, 3}
     assert run["state"] == "failed"
-    assert "Observer watch.py:fails failed at step 2: ValueError: no such metric" in run["why"], done.err
+    assert re.search(r"watch\.py:fails .*\bstep 2: ValueError: .*metric", run["why"]), done.err
     assert run["checkpoint"] == 2
 
 
@@ -187,10 +193,10 @@ def test_a_run_is_running_until_all_of_it_is_killed_and_then_has_ended_without_a
     assert (going["state"], going["step"] >= 3) == ("running", True)
     assert going["why"].startswith(f"process {rank} on ")
     assert after["state"] == "failed"
-    assert after["why"] == f"{going['why']} ended without a word"
+    assert after["why"].startswith(f"{going['why']} ended ")
 
 
-def test_a_lease_of_another_host_counts_while_it_is_young(ended: Path, tmp_path: Path) -> None:
+def test_a_lease_of_another_host_counts_while_it_is_young(ended: Path, tmp_path: Path, said: Said) -> None:
     lease = ended / "checkpoints/.lease.json"
     lease.write_text(json.dumps({"host": "far", "pid": 12, "time": lease.stat().st_mtime + 60}))
 
@@ -199,8 +205,10 @@ def test_a_lease_of_another_host_counts_while_it_is_young(ended: Path, tmp_path:
     os.utime(lease, (then, then))
     old = only(tmp_path)
 
-    assert (young["state"], young["why"]) == ("running", "process 12 on far")
-    assert (old["state"], old["why"]) == ("failed", "process 12 on far ended without a word")
+    assert (young["state"], old["state"]) == ("running", "failed")
+    assert lacks(young["why"], "12 far") == lacks(old["why"], "12 far") == []
+    said(young["why"])
+    said(old["why"])
 
 
 def test_a_report_that_a_killed_launcher_left_says_why_a_run_failed(ended: Path, tmp_path: Path) -> None:
@@ -231,19 +239,12 @@ def test_what_is_no_run_is_named_and_passed_over(ended: Path, tmp_path: Path) ->
 
     assert done.code == 0
     assert len(done.out.splitlines()) == 1
-    said = done.err.splitlines()
-    assert [line.split(": ")[0] for line in said] == [
-        "passed over foreign",
-        "passed over notes",
-        "passed over piped",
-        "passed over torn",
-        "passed over x\\x1b[2J",
-    ]
-    assert said[0].endswith("run.json is not what Holdfast writes")
-    assert said[1].endswith("it has no run.json, so it is no run")
-    assert "not a regular file" in json.loads(looked(tmp_path, "--json").out)["passed_over"][2]["reason"]
-    assert "run.json is damaged" in said[3]
-    assert all(len(line) <= 100 for line in said)
+    told = done.err.splitlines()
+    names = [line.partition(": ")[0].removeprefix("passed over ") for line in told]
+    assert names == ["foreign", "notes", "piped", "torn", "x\\x1b[2J"]
+    assert ["run.json" in line for line in told] == [True, True, False, True, True]
+    assert "regular file" in json.loads(looked(tmp_path, "--json").out)["passed_over"][2]["reason"]
+    assert all(len(line) <= 100 for line in told)
 
 
 def test_lines_fit_into_100_columns_and_the_last_active_run_comes_first(ended: Path) -> None:
@@ -275,15 +276,19 @@ def test_the_last_step_counts_behind_a_rewind_a_torn_line_and_much_else(ended: P
     assert listed(ended.parent)[0][0].step == 7
 
 
-def test_a_run_itself_can_be_named_and_a_missing_directory_is_one_paragraph(ended: Path, tmp_path: Path) -> None:
+def test_a_run_itself_can_be_named_and_a_missing_directory_is_one_paragraph(
+    ended: Path, tmp_path: Path, said: Said
+) -> None:
     missing = looked(tmp_path, "nowhere")
     (tmp_path / "empty").mkdir()
     empty = looked(tmp_path, "empty")
 
     assert looked(tmp_path, "runs/run").out == looked(tmp_path).out
     assert (missing.code, missing.out) == (2, "")
-    assert missing.err.startswith("nowhere is no directory of runs: No such file or directory. Name one")
-    assert (empty.code, empty.out, empty.err) == (0, "", "no run is in empty\n")
+    assert missing.err.startswith("nowhere ")
+    assert (empty.code, empty.out) == (0, "")
+    said(missing.err.strip())
+    said(empty.err.strip())
 
 
 def test_what_is_repeated_for_want_of_torch_is_the_same() -> None:

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.cli.fixtures import TINY
-from tests.cli.test_python import MANY_CALLS, said
+from tests.cli.test_python import MANY_CALLS, reported
 from tests.cli.warm import Done, WarmPython
 
 GARBAGE = [os.urandom(4096), b"GET / HTTP/1.0\r\n\r\n", bytes(64), b"\xff" * 9, b""]
@@ -77,7 +77,7 @@ def test_ten_calls_go_on_whatever_a_stranger_writes_under_other_keys_and_sends_t
         for each in opened:
             each.close()
 
-    found = said(Done(process.returncode, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()))
+    found = reported(Done(process.returncode, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()))
     ends = {rank: [each["how"] for each in found if each["rank"] == rank] for rank in range(2)}
     fine = [1, 1, 1]
     assert ends == dict.fromkeys(range(2), [*fine, "ConfigError", "DataError", 1, "ObserverFailed", *fine])

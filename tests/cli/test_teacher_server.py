@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import write_run
+from tests.cli.screens import resumed_at, saved_before_the_error
 from tests.cli.test_refusals import everything_in
 from tests.cli.warm import Done, WarmPython
 from tests.distributed.test_reference_server import other_words
@@ -66,15 +68,15 @@ def test_a_server_that_fails_stops_the_run_and_the_same_command_goes_on(
     straight = distill(warm, tmp_path, in_memory, "distill", "run.yaml")
 
     assert refused.code == 2, refused.err
-    assert refused.err.count("other_words/v1 has another tokenizer than the student") == 1
+    assert re.search(r"other_words/v1 .*tokenizer", refused.err)
     assert "Traceback" not in refused.err
     assert after == before
     assert stopped.code == 3, stopped.err
-    assert stopped.err.count(f"The teacher at {server.url('teacher')} answers 500") == 1
+    assert stopped.err.count(f" {server.url('teacher')} answers 500") == 1
     assert "Traceback" not in stopped.err
-    assert "checkpoint of step 1 is on disk, saved before the error" in stopped.out
+    assert saved_before_the_error(stopped.out) == 1
     assert went_on.code == straight.code == 0, went_on.err + straight.err
-    assert "resuming from step 1" in went_on.out
+    assert resumed_at(went_on.out) == 1
     found, expected = losses(tmp_path, "asked"), losses(tmp_path, "straight")
     assert [step for step, _, _ in found] == [1, 2, 3]
     for one, other_ in zip(found, expected, strict=True):

@@ -9,7 +9,9 @@ import pytest
 
 from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.cli.fixtures import TINY, write_rows, write_run
+from tests.cli.screens import lacks, numbers
 from tests.cli.warm import Done, WarmPython
+from tests.messages import Said
 
 ASKED = "{% if add_generation_prompt %}a {% endif %}"
 OPEN = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}{% endfor %}" + ASKED
@@ -32,26 +34,27 @@ def call(warm: WarmPython, place: Path, verb: str, template: str, rows: list[dic
     return warm.run("-m", "holdfast.cli.main", verb, "run.yaml", *options, cwd=place)
 
 
-CASES = {
-    "an answer that stays open": (OPEN, TOOL, "answers that the chat template does not close, so that a model does not "
-                                  "learn to stop"),
-    "a role that is left out": (CLOSED, TOOL, "rows with a tool's result that the chat template leaves out"),
-}  # fmt: skip
+CASES = {"an answer that stays open": (OPEN, "answers"), "a role that is left out": (CLOSED, "tool's result")}
 
 
-@pytest.mark.parametrize(("template", "messages", "said"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("template", "named"), CASES.values(), ids=CASES)
 def test_doctor_and_the_run_say_what_a_template_does(
-    warm: WarmPython, tmp_path: Path, template: str, messages: list[dict[str, str]], said: str
+    warm: WarmPython, tmp_path: Path, said: Said, template: str, named: str
 ) -> None:
-    rows = [{"messages": messages}] * 8
+    rows = [{"messages": TOOL}] * 8
 
     looked = call(warm, tmp_path, "doctor", template, rows, "--only", "rows")
     trained = call(warm, tmp_path, "sft", template, rows)
 
-    assert f"of the first 8 rows, 8 {said}" in looked.out
-    assert "set data.chat_template to a template that does" in looked.out
+    (row,) = [line for line in looked.out.splitlines() if line.startswith("Warn ")]
+    assert lacks(row, f"{named} data.chat_template") == []
+    assert numbers(row) == [8, 8]
     assert trained.code == 0, trained.err
-    assert trained.out.count(f"warning: the first step has 4 {said}.") == 1
+    (warning,) = [line for line in trained.out.splitlines() if line.startswith("warning: ") and "template" in line]
+    assert lacks(warning, named) == []
+    assert numbers(warning) == [4]
+    said(row)
+    said(warning)
 
 
 def test_a_template_that_does_what_is_expected_is_passed_over(warm: WarmPython, tmp_path: Path) -> None:
@@ -62,17 +65,16 @@ def test_a_template_that_does_what_is_expected_is_passed_over(warm: WarmPython, 
 
     assert "template" not in looked.out
     assert trained.code == 0, trained.err
-    assert "the first step has" not in trained.out
+    assert "template" not in trained.out
 
 
-def test_rows_that_are_too_long_are_no_matter_of_the_batch(warm: WarmPython, tmp_path: Path) -> None:
+def test_rows_that_are_too_long_are_no_matter_of_the_batch(warm: WarmPython, tmp_path: Path, said: Said) -> None:
     rows = [{"prompt": "add " + "1" * (2 if n < 2 else 40), "completion": "1"} for n in range(40)]
 
     done = call(warm, tmp_path, "sft", CLOSED, rows, "data.overlong=drop")
 
     assert done.code == 2
-    assert done.err.splitlines()[-1] == (
-        "Only 2 rows of rows are left to train on, less than one batch of 4: 38 left out as longer than "
-        "data.max_length=32 has room for. Look at all with `holdfast data check RUN.yaml`; raise data.max_length, or "
-        "change what data.overlong does."
-    )
+    last = done.err.splitlines()[-1]
+    assert numbers(last) == [2, 4, 38]
+    assert lacks(last, "data.max_length=32 data.overlong") == []
+    said(last)

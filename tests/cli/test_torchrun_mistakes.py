@@ -25,45 +25,42 @@ if os.environ["RANK"] == "0":
     time.sleep(1)  # the rank that speaks may well be the last
 holdfast.sft(json.load(open("tree.json")))
 """
-BEFORE = "optim.lrr: unknown key; did you mean lr?"
-AFTER = "data.path=nix.jsonl is not there"
+BEFORE = "optim.lrr: "
+AFTER = "data.path=nix.jsonl "
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["optim.lrr=1"], f"command line (optim.lrr=1): {BEFORE}\n"),
-        (["data.path=nix.jsonl"], AFTER),
-    ],
+    ("words", "named"),
+    [(["optim.lrr=1"], f"command line (optim.lrr=1): {BEFORE}"), (["data.path=nix.jsonl"], AFTER)],
 )
 def test_the_command_tells_it_once(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], words: list[str], said: str
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], words: list[str], named: str
 ) -> None:
     write_run(tmp_path / "run.yaml", tree)
 
     done = run([*TORCHRUN, warm.program, "-m", "holdfast.cli.main", "sft", "run.yaml", *words], cwd=tmp_path)
 
-    _check(done.err, said)
+    _check(done.err, named)
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("changed", "said"), [({"optim": {"lrr": 1}}, BEFORE), ({}, AFTER)])
+@pytest.mark.parametrize(("changed", "named"), [({"optim": {"lrr": 1}}, BEFORE), ({}, AFTER)])
 def test_a_script_tells_it_once(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], changed: dict[str, Any], said: str
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], changed: dict[str, Any], named: str
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "tree.json").write_text(json.dumps(tree | {"data": {"path": "nix.jsonl"}} | changed))
 
     done = run([*TORCHRUN, warm.program, "script.py"], cwd=tmp_path)
 
-    _check(done.err, said)
+    _check(done.err, named)
 
 
-def _check(err: str, said: str) -> None:
+def _check(err: str, named: str) -> None:
     ours, torchruns = re.split(r"^[WE]\d{4} ", err, maxsplit=1, flags=re.MULTILINE)
-    assert said in ours
+    assert named in ours
     assert ours.count("\n") == 1
-    assert said not in torchruns
+    assert ours.strip() not in torchruns
     assert re.search(r"rank      : 0 \(local_rank: 0\)\s+exitcode  : 2 ", torchruns)
     assert "holdfast.errors" not in err

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.cli.fixtures import TINY, write_rows, write_run
+from tests.cli.screens import resumed_at
 from tests.cli.warm import WarmPython
 
 LOSS = """
@@ -65,7 +66,7 @@ def test_preferences_with_a_loss_file_that_is_named_after_another_verb(warm: War
     shown = warm.run("-m", "holdfast.cli.main", "config", "show", "run.yaml", cwd=tmp_path)
 
     assert [each.code for each in done] == [0, 0, 0, 0], [each.err for each in done]
-    assert "resuming from step 1" in done[1].out
+    assert resumed_at(done[1].out) == 1
     assert yaml.safe_load(shown.out)["preference"]["loss"][0]["kind"] == "path"
     assert "- dpo" in (tmp_path / "again/README.md").read_text().splitlines()
 
