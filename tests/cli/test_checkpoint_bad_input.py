@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -18,48 +19,50 @@ from holdfast.checkpoint.format.manifest import FORMAT
 from holdfast.checkpoint.place.hashing import hash_bytes
 from tests.checkpoint.damage import rewrite_manifest
 from tests.cli.fixtures import Command, of_step
+from tests.cli.screens import lacks, numbers
 from tests.cli.warm import WarmPython
 from tests.crash.disks import Remount, disk
+from tests.messages import Said
 
 __all__ = ["disk"]
 
 FOREIGN = {
-    "verl": (["model_world_size_2_rank_0.pt"], "it looks like a checkpoint of verl or EasyR1 (one pickle per rank)."),
-    "EasyR1": (["actor/model_world_size_8_rank_3.pt"], "it looks like a checkpoint of verl or EasyR1"),
-    "Lightning": ([".metadata", "__0_0.distcp", "meta.pt"], "it looks like a sharded checkpoint of Lightning."),
+    "verl": (["model_world_size_2_rank_0.pt"], "verl EasyR1 pickle"),
+    "EasyR1": (["actor/model_world_size_8_rank_3.pt"], "verl EasyR1"),
+    "Lightning": ([".metadata", "__0_0.distcp", "meta.pt"], "sharded Lightning"),
     "verl's run": (
         ["global_step_10/actor/model_world_size_2_rank_0.pt", "latest_checkpointed_iteration.txt"],
-        "it looks like a run of verl or EasyR1 with its checkpoints. `holdfast checkpoint import` goes on from one of",
+        "run verl EasyR1 `holdfast checkpoint import`",
     ),
     "EasyR1's run": (
         ["global_step_5/actor/model_world_size_1_rank_0.pt", "global_step_5/dataloader.pt"],
-        "it looks like a run of verl or EasyR1 with its checkpoints.",
+        "run verl EasyR1",
     ),
     "torchtitan's outputs": (
         ["checkpoint/step-10/.metadata", "checkpoint/step-10/__0_0.distcp", "tb/events"],
-        "it looks like an output directory of torchtitan. Its checkpoints, such as checkpoint/step-10,",
+        "torchtitan checkpoint/step-10",
     ),
-    "torchtitan's checkpoints": (["step-10/.metadata"], "it is a plain DCP directory"),
+    "torchtitan's checkpoints": (["step-10/.metadata"], "DCP"),
     "Trainer's outputs": (
         ["checkpoint-5/model.safetensors", "checkpoint-5/trainer_state.json", "config.json", "model.safetensors"],
-        "it looks like an output directory of transformers' Trainer.",
+        "transformers Trainer",
     ),
     "Trainer's checkpoint": (
         ["config.json", "model.safetensors", "optimizer.pt", "trainer_state.json"],
-        "it is a Hugging Face model directory.",
+        "Hugging Face",
     ),
-    "accelerate": (["pytorch_model_fsdp_0/.metadata"], "it looks like a checkpoint of accelerate or transformers'"),
-    "Trainer": (["random_states_0.pkl", "model.safetensors"], "it looks like a checkpoint of accelerate or"),
-    "DCP": ([".metadata", "__0_0.distcp"], "it is a plain DCP directory (torchtitan writes such)."),
-    "torchtitan": (["step-10/.metadata", "step-10/__0_0.distcp"], "it is a plain DCP directory (torchtitan writes"),
-    "Hugging Face": (["config.json", "model.safetensors"], "it is a Hugging Face model directory. Start from it with"),
-    "anything": (["notes.txt"], "it holds notes.txt."),
+    "accelerate": (["pytorch_model_fsdp_0/.metadata"], "accelerate transformers"),
+    "Trainer": (["random_states_0.pkl", "model.safetensors"], "accelerate transformers"),
+    "DCP": ([".metadata", "__0_0.distcp"], "DCP torchtitan"),
+    "torchtitan": (["step-10/.metadata", "step-10/__0_0.distcp"], "DCP torchtitan"),
+    "Hugging Face": (["config.json", "model.safetensors"], "Hugging Face"),
+    "anything": (["notes.txt"], "notes.txt"),
 }
-"""Files of somebody else's directory, and what we call it."""
+"""Files of somebody else's directory, and the words that name it."""
 
 SINGLE = {
-    "last.ckpt": "it looks like a checkpoint of Lightning in one file.",
-    "model.safetensors": "it is one file of weights. Start from it by naming its directory in model.path.",
+    "last.ckpt": "Lightning",
+    "model.safetensors": "weights model.path",
 }
 """Single files."""
 
@@ -74,9 +77,6 @@ def verbs(path: str) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-LATER = f"format {FORMAT + 1}, this version of Holdfast reads up to {FORMAT}."
-
-
 def later_format(place: Path, step: int) -> None:
     """Give a checkpoint the whole manifest of a version to come."""
     file = place / of_step(step) / "manifest.json"
@@ -86,30 +86,28 @@ def later_format(place: Path, step: int) -> None:
 
 
 def lay(place: Path, kind: str) -> tuple[str, str]:
-    """Make what is no checkpoint; return its path and what is said of it."""
+    """Make what is no checkpoint; return its path and the words that name it."""
     path = place / "odd"
     match kind:
         case "nothing":
-            return "odd", "there is nothing at this path."
+            return "odd", "odd nothing"
         case "a file":
             path.write_text("text")
-            return "odd", "it is a file, or a directory that holds nothing."
+            return "odd", "odd file"
         case "an empty directory":
             path.mkdir()
-            return "odd", "it is a file, or a directory that holds nothing."
+            return "odd", "odd directory nothing"
         case "a later version's":
             later_format(place, 4)
-            return of_step(
-                4
-            ), f"has format {FORMAT + 1}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
+            return of_step(4), f"{of_step(4)}/manifest.json {FORMAT + 1} {FORMAT}"
         case "last.ckpt" | "model.safetensors":
             (place / kind).write_bytes(b"x")
             return kind, SINGLE[kind]
-    files, words = FOREIGN[kind]
+    files, named = FOREIGN[kind]
     for name in files:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(b"x")
-    return "odd", words
+    return "odd", f"odd {named}"
 
 
 def contents(place: Path) -> dict[str, bytes]:
@@ -136,7 +134,7 @@ ALL_COMMANDS = ["nothing", "Lightning"]
 def test_every_command_names_what_is_no_checkpoint_and_touches_nothing(
     checkpoint: Command, place: Path, kind: str, every: bool
 ) -> None:
-    path, words = lay(place, kind)
+    path, named = lay(place, kind)
     before = contents(place)
     commands, first = verbs(path), NONE.index(kind)
 
@@ -144,17 +142,27 @@ def test_every_command_names_what_is_no_checkpoint_and_touches_nothing(
         done = checkpoint(*arguments)
 
         assert done.code == 2, (arguments, done)
-        assert words in done.err, arguments
+        assert lacks(done.err, named) == [], arguments
         assert len(done.err.splitlines()) == 1, arguments
         assert done.out == "", arguments
     assert contents(place) == before
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_what_is_no_checkpoint_is_called_what_it_is(checkpoint: Command, place: Path, said: Said, kind: str) -> None:
+    path, named = lay(place, kind)
+
+    done = checkpoint("verify", path)
+
+    assert lacks(done.err, named) == []
+    said(done.err.strip())
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a later version's", "verl", "Lightning", "DCP", "Hugging Face"])
 def test_a_run_that_starts_from_no_checkpoint_is_refused_and_leaves_nothing(
     warm: WarmPython, place: Path, kind: str
 ) -> None:
-    path, words = lay(place, kind)
+    path, named = lay(place, kind)
     before = contents(place)
 
     done = warm.run(
@@ -162,7 +170,7 @@ def test_a_run_that_starts_from_no_checkpoint_is_refused_and_leaves_nothing(
     )
 
     assert done.code == 2, done.err
-    assert words in done.err
+    assert lacks(done.err, named) == []
     assert "Traceback" not in done.err
     assert contents(place) == before
 
@@ -181,7 +189,7 @@ def test_every_command_names_a_configuration_that_is_a_pipe_and_waits_for_nobody
         done = checkpoint(*arguments)  # a command that waits is killed after two minutes
 
         assert done.code in {1, 2}, (arguments, done)
-        words = [line for line in (done.out + done.err).splitlines() if "it is a pipe" in line]
+        words = [line for line in (done.out + done.err).splitlines() if " pipe" in line]
         assert len(words) == 1, (arguments, done)
         assert f"{of_step(4)}/assets/holdfast.yaml" in words[0], arguments
         assert "Traceback" not in done.err, arguments
@@ -192,14 +200,17 @@ def resume(warm: WarmPython, place: Path) -> Any:
     return warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", "steps=5", cwd=place)
 
 
-def test_a_run_with_a_later_version_s_checkpoint_is_neither_resumed_nor_set_back(warm: WarmPython, place: Path) -> None:
+def test_a_run_with_a_later_version_s_checkpoint_is_neither_resumed_nor_set_back(
+    warm: WarmPython, place: Path, said: Said
+) -> None:
     later_format(place, 4)
     before = contents(place / "runs/run/checkpoints")
 
     done = resume(warm, place)
 
     assert done.code == 2
-    assert f"step-00000004/manifest.json has {LATER}" in done.err
+    assert lacks(done.err, f"{of_step(4)}/manifest.json {FORMAT + 1} {FORMAT}") == []
+    said(done.err.strip())
     after = contents(place / "runs/run/checkpoints")
     assert {name: after[name] for name in before} == before
     assert set(after) - set(before) <= {".lease.json"}
@@ -240,20 +251,21 @@ def someone_else_s(place: Path) -> None:
     (place / of_step(2) / "__0_0.distcp").write_bytes(b"x")
 
 
-ODD_MEMBERS: list[tuple[Callable[[Path], None], str]] = [
-    (without_manifest, "step-00000002 is no checkpoint of Holdfast: it holds assets, dcp, rank, trainer.json."),
-    (renamed, "step-00000007 is step 2, whatever its name says"),
-    (manifest_of_another, "step-00000002 is step 1, whatever its name says"),
-    (linked_to_itself, "step-00000002 is no checkpoint of Holdfast: there is nothing at this path."),
-    (link_inside, "step-00000002 holds assets/more, which its manifest does not list."),
-    (shards_changed_places, "step-00000002/dcp/__0_0.distcp is damaged: its hash is not the manifest's"),
-    (someone_else_s, "step-00000002 is no checkpoint of Holdfast: it is a plain DCP directory"),
-]
+ODD_MEMBERS: dict[Callable[[Path], None], str] = {
+    without_manifest: "step-00000002 assets dcp rank trainer.json",
+    renamed: "step-00000007 2",
+    manifest_of_another: "step-00000002 1",
+    linked_to_itself: "step-00000002 nothing",
+    link_inside: "step-00000002 assets/more",
+    shards_changed_places: "step-00000002/dcp/__0_0.distcp hash",
+    someone_else_s: "step-00000002 DCP",
+}
+"""Each with the words that its line has to name."""
 
 
-@pytest.mark.parametrize(("spoil", "words"), ODD_MEMBERS)
+@pytest.mark.parametrize("spoil", ODD_MEMBERS)
 def test_one_odd_checkpoint_of_a_run_is_told_beside_the_whole_ones(
-    checkpoint: Command, place: Path, spoil: Callable[[Path], None], words: str
+    checkpoint: Command, place: Path, spoil: Callable[[Path], None], said: Said
 ) -> None:
     spoil(place)
 
@@ -263,7 +275,9 @@ def test_one_odd_checkpoint_of_a_run_is_told_beside_the_whole_ones(
     assert done.code == 1
     lines = done.out.splitlines()
     assert sorted(line.split(":")[0] for line in lines) == ["damaged", "whole", "whole", "whole"]
-    assert words in next(line for line in lines if line.startswith("damaged"))
+    (damaged,) = [line for line in lines if line.startswith("damaged")]
+    assert lacks(damaged, ODD_MEMBERS[spoil]) == []
+    said(damaged)
     assert listed.code == 0
     assert len(listed.out.splitlines()) == 4
     assert "Traceback" not in done.err + listed.err
@@ -278,7 +292,7 @@ def test_a_later_version_s_checkpoint_does_not_hide_the_others_of_its_run(checkp
     assert (listed.code, verified.code) == (0, 1)
     assert [line.split()[1] for line in listed.out.splitlines()] == ["0.2", "0.2", "unknown:", "0.2"]
     assert [line.split(":")[0] for line in verified.out.splitlines()] == ["whole", "whole", "unknown", "whole"]
-    assert pruned.out == "deleted step 1\n2 checkpoints stay\n"
+    assert numbers(pruned.out) == [1, 2]  # the step that is deleted, and how many stay
     assert (place / of_step(3)).is_dir()
 
 
@@ -291,35 +305,37 @@ def test_two_names_of_one_step_are_one_step(checkpoint: Command, place: Path) ->
 
 @pytest.mark.parametrize("form", ["hf", "torch"])
 @pytest.mark.parametrize(
-    ("output", "words"),
+    "output",
     [
-        (of_step(4), "Name a new directory|exists"),
-        (f"{of_step(4)}/assets", "lies inside the checkpoint"),
-        (f"{of_step(4)}/new", "lies inside the checkpoint"),
-        (f"{of_step(4)}/dcp/deep/new", "lies inside the checkpoint"),
-        ("rows.jsonl", "cannot be replaced|exists"),
-        ("rows.jsonl/new", "is no directory that this user can write to"),
-        ("runs", "Name a new directory|exists"),
-        (".", "cannot be replaced|exists"),
-        ("/proc/new", "is no directory that this user can write to|could not be written"),
+        of_step(4),
+        f"{of_step(4)}/assets",
+        f"{of_step(4)}/new",
+        f"{of_step(4)}/dcp/deep/new",
+        "rows.jsonl",
+        "rows.jsonl/new",
+        "runs",
+        ".",
+        "/proc/new",
     ],
 )
 def test_an_export_is_never_written_over_or_into_something_else(
-    checkpoint: Command, place: Path, output: str, words: str, form: str
+    checkpoint: Command, place: Path, output: str, form: str, said: Said
 ) -> None:
-    import re
-
     before = contents(place)
 
     done = checkpoint("export", of_step(4), "--format", form, "-o", output)
 
-    assert done.code == (3 if "could not be written" in done.err else 2), done
-    assert re.search(words, done.err)
+    assert done.code in ({2, 3} if output == "/proc/new" else {2}), done
+    assert done.err.startswith(f"{output} ")
+    if output != "/proc/new":  # who may write there is another question on each machine
+        said(done.err.strip())
     assert "Traceback" not in done.err
     assert contents(place) == before
 
 
-def test_a_diff_says_identical_only_of_bytes_that_are_what_the_manifests_say(checkpoint: Command, place: Path) -> None:
+def test_a_diff_says_identical_only_of_bytes_that_are_what_the_manifests_say(
+    checkpoint: Command, place: Path, said: Said
+) -> None:
     shutil.copytree(place / of_step(4), place / "copy")
     shard = place / of_step(4) / "dcp" / "__0_0.distcp"
     data = bytearray(shard.read_bytes())
@@ -333,9 +349,11 @@ def test_a_diff_says_identical_only_of_bytes_that_are_what_the_manifests_say(che
 
     assert (whole.code, whole.out) == (0, "identical\n")
     assert (flipped.code, flipped.out) == (1, "")
-    assert "__0_0.distcp is damaged: its hash is not the manifest's" in flipped.err
+    assert f"{of_step(4)}/dcp/__0_0.distcp" in flipped.err
+    said(flipped.err.partition(" Damaged")[0])
     assert state.code == 1
-    assert "trainer.json is damaged: its hash is not the manifest's." in state.err
+    assert f"{of_step(3)}/trainer.json" in state.err
+    said(state.err.strip())
     assert "Traceback" not in state.err
 
 
@@ -359,7 +377,7 @@ def test_a_read_only_directory_is_refused_by_what_writes_and_read_by_the_rest(
         done = checkpoint(*arguments)
 
         assert done.code == 2, (arguments, done)
-        assert "cannot be written" in done.err
+        assert str(folder) in done.err
         assert len(done.err.splitlines()) == 1
     for arguments in [("verify",), ("ls",), ("show",), ("path",), ("prune", "--dry-run")]:
         assert checkpoint(arguments[0], f"{folder}/run", *arguments[1:]).code == 0, arguments
@@ -376,7 +394,7 @@ def test_a_full_disk_fails_an_export_and_gets_its_room_back(
         done = checkpoint(*arguments)
 
         assert done.code == 3, (arguments, done)
-        assert "could not be written: [Errno 28] No space left on device" in done.err
+        assert lacks(done.err, f"{folder}/out [Errno 28]") == []
         assert len(done.err.splitlines()) == 1
         assert list(folder.iterdir()) == []
 
@@ -406,7 +424,7 @@ def test_exports_at_once_to_one_name_leave_one_of_them_whole(warm: WarmPython, p
     assert [code for code, _ in directories] == [0] * 4, directories
     assert len(held) == 1
     assert sorted(code for code, _ in files) == [0, 2, 2, 2], files
-    assert all("out.pt exists" in text for code, text in files if code == 2)
+    assert all("out.pt" in text for code, text in files if code == 2)
     assert float(state["optimizer"]["state"][name]["step"]) == files.index((0, "")) + 1
     assert sorted(path.name for path in place.iterdir()) == ["out", "out.pt", "rows.jsonl", "run.yaml", "runs"]
 
@@ -431,7 +449,8 @@ def test_commands_beside_a_run_that_goes_on_see_whole_checkpoints_and_delete_non
 
     for refused in (pruned, second):
         assert refused.code == 2
-        assert "run is in use by another job (process " in refused.err
+        assert "runs/run" in refused.err
+        assert re.search(r"\(process \d+ ", refused.err)
         assert "Traceback" not in refused.err
     assert [done.code for done in looked + listed] == [0] * 12, looked
     assert not [done for done in listed if "damaged" in done.out]
@@ -450,7 +469,7 @@ def another_storage(place: Path) -> str:
 
 @pytest.mark.parametrize("lose", [moved, another_storage])
 def test_a_run_whose_checkpoints_are_gone_does_not_start_again_at_step_0(
-    warm: WarmPython, place: Path, lose: Callable[[Path], str]
+    warm: WarmPython, place: Path, lose: Callable[[Path], str], said: Said
 ) -> None:
     storage = lose(place)
     before = (place / "runs/run/metrics.jsonl").read_bytes()
@@ -458,42 +477,41 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again_at_step_0(
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", "steps=5", storage, cwd=place)
 
     assert done.code == 2, done
-    assert "runs/run saved a checkpoint of step 4, and " in done.err
-    assert "holds none: it was moved or deleted, or is not mounted." in done.err
-    assert "choose another run.name to start again from step 0." in done.err
+    assert lacks(done.err, f"runs/run 4 {storage.partition('=')[2]} run.name 0") == []
+    said(done.err.strip())
     assert "Traceback" not in done.err
     assert (place / "runs/run/metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "named"),
     [
-        (["model.config.hidden_size=32"], "other things than this run has (model: head_dim, hidden_size)"),
-        (["optim.kind=sgd"], "its optimizer is torch.optim.adamw.AdamW, this run's is torch.optim.sgd.SGD."),
+        (["model.config.hidden_size=32"], "model head_dim hidden_size"),
+        (["optim.kind=sgd"], "torch.optim.adamw.AdamW torch.optim.sgd.SGD"),
         (
             ["model.config.num_hidden_layers=2", "checkpoint.resume.changed=[model]"],
-            "model.layers.1.mlp.down_proj.weight is in the model and not in the checkpoint (allow it with resume.add)",
+            "model.layers.1.mlp.down_proj.weight resume.add",
         ),
     ],
 )
 @pytest.mark.cases(1)
 def test_a_run_that_changed_its_model_or_optimizer_is_not_resumed(
-    warm: WarmPython, place: Path, overrides: list[str], words: str
+    warm: WarmPython, place: Path, overrides: list[str], named: str, said: Said
 ) -> None:
     before = contents(place / "runs/run/checkpoints") | contents(place / "runs/run/exports")
 
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", "steps=5", *overrides, cwd=place)
 
     assert done.code == 2, done
-    assert words in done.err
-    assert "Nothing was changed." in done.err
+    assert lacks(done.err, named) == []
+    said(done.err.strip())
     assert "Traceback" not in done.err
     assert contents(place / "runs/run/checkpoints") | contents(place / "runs/run/exports") == before
 
 
 @pytest.mark.parametrize("verb", ["export", "average"])
 def test_code_that_lies_in_a_checkpoint_is_run_only_on_demand(
-    checkpoint: Command, warm: WarmPython, place: Path, verb: str
+    checkpoint: Command, warm: WarmPython, place: Path, verb: str, said: Said
 ) -> None:
     assets, target = place / of_step(4) / "assets", place / "executed"
     yaml = (assets / "holdfast.yaml").read_text()
@@ -513,7 +531,8 @@ def test_code_that_lies_in_a_checkpoint_is_run_only_on_demand(
     warm.run("-m", "holdfast.cli.main", *words, cwd=place)  # it changes classes of transformers
 
     assert done.code == 2
-    assert "Give --trust-remote-code if you trust whoever wrote this checkpoint." in done.err
+    assert lacks(done.err, "--trust-remote-code") == []
+    said(done.err.strip())
     assert not executed
     assert target.exists(), "the code does nothing, so the test shows nothing"
 
@@ -527,5 +546,7 @@ def test_a_run_whose_every_checkpoint_was_put_aside_is_still_one(checkpoint: Com
     listed, verified = checkpoint("ls", "runs/run"), checkpoint("verify", "runs/run")
 
     assert (listed.code, verified.code) == (0, 1)
-    assert listed.out.splitlines() == [f".quarantine-{name}-12345678  damaged, put aside" for name in steps]
+    assert [line.split()[:2] for line in listed.out.splitlines()] == [
+        [f".quarantine-{name}-12345678", "damaged,"] for name in steps
+    ]
     assert all(f".quarantine-{name}-12345678" in verified.out + verified.err for name in steps)
