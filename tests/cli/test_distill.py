@@ -10,8 +10,10 @@ import pytest
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import TINY, write_run
+from tests.cli.screens import lacks
 from tests.cli.test_refusals import everything_in
 from tests.cli.warm import Done, WarmPython
+from tests.messages import Said
 from tests.tiny import tiny_directory
 
 
@@ -75,17 +77,17 @@ AT_ANOTHER_TEMPERATURE = {
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
-        ({"teacher": {"path": "nowhere"}}, "teacher.path nowhere: nowhere is no directory here"),
-        (ASKED, "teacher.url: http://127.0.0.1:9/v1 cannot be reached"),
-        (ASKED | {"distill": {"loss": "jsd"}}, "distill.loss: jsd takes the teacher's whole distribution"),
-        (ASKED | AT_ANOTHER_TEMPERATURE, "teacher.kind: a server tells log-probabilities at temperature 1"),
+        ({"teacher": {"path": "nowhere"}}, "teacher.path nowhere"),
+        (ASKED, "teacher.url http://127.0.0.1:9/v1"),
+        (ASKED | {"distill": {"loss": "jsd"}}, "distill.loss jsd"),
+        (ASKED | AT_ANOTHER_TEMPERATURE, "teacher.kind server 1"),
     ],
     ids=["no files", "no server", "a server for whole distributions", "a server at another temperature"],
 )
 def test_a_refused_teacher_leaves_nothing(
-    warm: WarmPython, tmp_path: Path, taught: dict[str, Any], change: dict[str, Any], words: str
+    warm: WarmPython, tmp_path: Path, taught: dict[str, Any], change: dict[str, Any], named: str, said: Said
 ) -> None:
     write_run(tmp_path / "run.yaml", taught | change)
     before = everything_in(tmp_path)
@@ -93,6 +95,7 @@ def test_a_refused_teacher_leaves_nothing(
     done = warm.run("-m", "holdfast.cli.main", "distill", "run.yaml", cwd=tmp_path)
 
     assert done.code == 2
-    assert done.err.count(words) == 1
+    assert lacks(done.err, named) == []
+    said(done.err.strip().partition(" hub ")[0])  # then come its own words
     assert "Traceback" not in done.err
     assert everything_in(tmp_path) == before
