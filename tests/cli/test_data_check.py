@@ -12,8 +12,10 @@ from PIL import Image
 
 from tests.cli.fixtures import write_rows, write_run
 from tests.cli.in_process import cli_in_process
+from tests.cli.screens import lacks, numbers
 from tests.cli.warm import Done, WarmPython
 from tests.films import film, noise
+from tests.messages import Said
 from tests.videos import video_directory
 from tests.vision import vision_directory
 
@@ -28,20 +30,29 @@ def checked(folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return done.code, json.loads(done.out)["sets"]
 
 
-def test_rows_without_a_mistake_are_counted(tmp_path: Path, tree: dict[str, Any]) -> None:
+def numbers_of_lines(out: str) -> list[list[float]]:
+    return [numbers(line) for line in out.splitlines()]
+
+
+def numbers_after(out: str, key: str) -> list[float]:
+    """Return the numbers of the line that begins with `key: `.
+
+    Of a length these are what fits a share of all rows, that share in percent, and what fits all of them.
+    """
+    (line,) = [line for line in out.splitlines() if line.lstrip().startswith(f"{key}: ")]
+    return numbers(line)
+
+
+def test_rows_without_a_mistake_are_counted(tmp_path: Path, tree: dict[str, Any], said: Said) -> None:
     """Each row is `add N=`, its number and the end: 6 + 1 + 1 characters, two more for 10 and 11."""
     write_run(tmp_path / "run.yaml", tree)
 
     done = check(tmp_path)
 
     assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines() == [
-        "training, rows: 12 rows, 12 sequences of 100 tokens, 26 of them trained",
-        "  tokens: median 8, 90 % 10, 99 % 10, longest 10",
-        "   8  ########################################  10",
-        "   9                                            0",
-        "  10  ########                                  2",
-    ]
+    assert numbers_of_lines(done.out) == [[12, 12, 100, 26], [8, 90, 10, 99, 10, 10], [8, 10], [9, 0], [10, 2]]
+    assert [line.count("#") for line in done.out.splitlines()[2:]] == [40, 0, 8]
+    said(done.out.rstrip())
 
 
 def test_one_of_each_mistake_is_named_with_its_row(tmp_path: Path, tree: dict[str, Any]) -> None:
@@ -66,7 +77,9 @@ def test_one_of_each_mistake_is_named_with_its_row(tmp_path: Path, tree: dict[st
     assert training["trained_tokens"] == 2 + 2 + 26 + 2
 
 
-def test_a_run_that_refuses_long_rows_is_shown_how_long_they_are(tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_a_run_that_refuses_long_rows_is_shown_how_long_they_are(
+    tmp_path: Path, tree: dict[str, Any], said: Said
+) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "a" * length, "completion": "b"} for length in (5, 70, 200)])
     tree["data"]["overlong"] = "refuse"
     write_run(tmp_path / "run.yaml", tree)
@@ -74,8 +87,9 @@ def test_a_run_that_refuses_long_rows_is_shown_how_long_they_are(tmp_path: Path,
     done = check(tmp_path)
 
     assert done.code == 1
-    assert "    rows row 1 has 72 tokens, more than 32, and data.overlong is refuse." in done.out.splitlines()
-    assert "  data.max_length: 256 fits 99 % of them, 256 all" in done.out.splitlines()
+    assert [1, 72, 32] in [numbers(line) for line in done.out.splitlines() if "data.overlong" in line]
+    assert numbers_after(done.out, "data.max_length") == [256, 99, 256]
+    said(done.out.rstrip())
 
 
 def test_a_set_split_off_is_named_by_rows_of_the_file(tmp_path: Path, tree: dict[str, Any]) -> None:
@@ -111,7 +125,9 @@ def test_pairs_and_labels_are_measured_before_they_are_cut(tmp_path: Path, tree:
     assert training["duplicates"] == 2
 
 
-def test_rows_left_out_before_they_are_measured_are_a_share_of_all_rows(tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_rows_left_out_before_they_are_measured_are_a_share_of_all_rows(
+    tmp_path: Path, tree: dict[str, Any], said: Said
+) -> None:
     alike = {"prompt": "ab", "chosen": "c", "rejected": "c"}
     long = {"prompt": "ab", "chosen": "c" * 50, "rejected": "d" * 50}
     write_rows(tmp_path / "rows.jsonl", [alike, long, {"prompt": "ab", "chosen": "c", "rejected": "d"}, alike] * 3)
@@ -123,16 +139,14 @@ def test_rows_left_out_before_they_are_measured_are_a_share_of_all_rows(tmp_path
 
     assert (done.code, done.err) == (0, "")
     shares = [line for line in done.out.splitlines() if "%" in line and ":" in line and "tokens:" not in line]
-    assert shares == [
-        "  6 (50.0% of rows): rows left out since their two answers are the same",
-        "  3 (25.0% of rows): longer than 32 tokens and lose their end",
-        "  data.max_length: 64 fits 99 % of them, 64 all",
-    ]
+    assert [numbers(line) for line in shares] == [[6, 50], [3, 25, 32], [64, 99, 64]]
+    assert shares[-1].split()[0] == "data.max_length:"
+    said("\n".join(shares))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_that_a_run_skips_are_no_mistake_of_the_file(
-    streaming: bool, tmp_path: Path, tree: dict[str, Any]
+    streaming: bool, tmp_path: Path, tree: dict[str, Any], said: Said
 ) -> None:
     good = json.dumps({"prompt": "add 1=", "completion": "1"})
     (tmp_path / "rows.jsonl").write_text(f'{{"prompt":\n{good}\n{{"prompt": "a", "completion": null}}\n{good}\n')
@@ -142,12 +156,15 @@ def test_rows_that_a_run_skips_are_no_mistake_of_the_file(
     done = check(tmp_path)
 
     assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines()[0] == "training, rows: 4 rows, 2 sequences of 16 tokens, 4 of them trained"
-    assert "  2 rows that a run skips:" in done.out.splitlines()
+    lines = done.out.splitlines()
+    assert numbers(lines[0]) == [4, 2, 16, 4]
+    (skipped,) = [line for line in lines[1:] if line.endswith(":")]
+    assert numbers(skipped) == [2]
+    said(skipped)
 
 
 def test_a_run_says_at_its_first_step_which_rows_it_cuts(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], said: Said
 ) -> None:
     rows = [{"prompt": "add 1=", "completion": "1"} for _ in range(24)]
     write_rows(tmp_path / "rows.jsonl", [*rows, {"prompt": "a", "completion": "1" * 40}])
@@ -157,15 +174,14 @@ def test_a_run_says_at_its_first_step_which_rows_it_cuts(
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
 
     assert done.code == 0, done.err
-    said = [line for line in done.out.splitlines() if "lose their end" in line]
-    assert said == [
-        "note: of the 25 rows of this step, 1 are longer than data.max_length and lose their end. `holdfast data "
-        "check` counts all rows and suggests lengths."
-    ]
+    (note,) = [line for line in done.out.splitlines() if line.startswith("note: ") and "data.max_length" in line]
+    assert numbers(note) == [25, 1]
+    assert "`holdfast data check`" in note
+    said(note)
 
 
 def test_prompts_have_a_limit_apart_from_that_of_completions(
-    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], said: Said
 ) -> None:
     """Prompts of 2 to 13 tokens: 24 would fit beside 8 of 32, and 10 are allowed, so 11, 12 and 13 are too long."""
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "a" * n, "answer": "1"} for n in range(2, 14)])
@@ -179,18 +195,21 @@ def test_prompts_have_a_limit_apart_from_that_of_completions(
     wide = check(tmp_path, "data.max_prompt_length=25")
     refused = check(tmp_path, "data.overlong=refuse")
 
-    assert "  3 (25.0% of rows): longer than 10 tokens and are left out" in done.out.splitlines()
-    assert "  data.max_prompt_length: 64 fits 99 % of them, 64 all" in done.out.splitlines()
-    assert shown.out == "the prompt has 13 tokens and is left out: data.max_prompt_length is 10\n"
+    assert [3, 25, 10] in numbers_of_lines(done.out)
+    assert numbers_after(done.out, "data.max_prompt_length") == [64, 99, 64]
+    assert numbers(shown.out) == [13, 10]
+    assert "data.max_prompt_length" in shown.out
+    said(shown.out.strip())
     assert trained.code == 0, trained.err
     lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert [line.get("data/overlong_dropped", 0) for line in lines if "reward" in line] == [0, 0, 3]
     assert wide.code == 2
-    assert "25 is more than the 24 tokens that rollout.max_new_tokens=8 leaves in data.max_length=32" in wide.err
+    assert lacks(wide.err, "25 24 rollout.max_new_tokens=8 data.max_length=32") == []
+    said(wide.err.strip())
     assert refused.code == 1
 
 
-def test_prompts_leave_room_and_answers_can_be_read(tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_prompts_leave_room_and_answers_can_be_read(tmp_path: Path, tree: dict[str, Any], said: Said) -> None:
     answers = ["1", r"\frac{1}{2}", "", "4", "5"]
     rows = [{"prompt": "a" * (2 + 7 * place), "answer": answer} for place, answer in enumerate(answers)]
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -202,10 +221,12 @@ def test_prompts_leave_room_and_answers_can_be_read(tmp_path: Path, tree: dict[s
 
     lines = done.out.splitlines()
     assert done.code == 1, done.err
-    assert lines[0] == "training, rows: 5 rows, 4 prompts of 50 tokens"
-    assert "  1 (20.0% of rows): longer than 24 tokens and are left out" in lines
-    assert "  data.max_length: 72 fits 99 % of them, 72 all" in lines
-    assert lines[-1] == "  1 right answers that reward math cannot read, such as ''"
+    assert numbers(lines[0]) == [5, 4, 50]
+    assert [1, 20, 24] in numbers_of_lines(done.out)
+    assert numbers_after(done.out, "data.max_length") == [72, 99, 72]
+    assert numbers(lines[-1]) == [1]
+    assert lacks(lines[-1], "math ''") == []
+    said(done.out.rstrip())
 
 
 def test_rows_that_are_not_there_are_a_mistake_of_the_file(tmp_path: Path, tree: dict[str, Any]) -> None:
@@ -232,20 +253,23 @@ def test_videos_and_their_frames_are_counted_and_the_longest_is_named(tmp_path: 
     data = {"path": "rows.jsonl", "batch_size": 2, "max_length": 64}
     write_run(tmp_path / "run.yaml", {"steps": 1, "model": {"path": "model"}, "data": data})
 
-    said = check(tmp_path)
+    shown = check(tmp_path)
     code, (training,) = checked(tmp_path)
 
-    assert (said.code, code) == (1, 1)
+    assert (shown.code, code) == (1, 1)
+    longest = training["videos"].pop("longest")
+    assert numbers(longest) == [1, 0, 12]  # row, video and tokens
+    assert "16x16" in longest
     assert training["videos"] == {
         "videos": 3,
         "frames": 4 + 6 + 2,
         "tokens": 8 + 12 + 4,
         "longest_frames": 6,
-        "longest": "rows row 1, video 0 of 16x16 pixels, 12 tokens",
     }
-    assert "  videos: 3 of 12 frames and 24 tokens" in said.out.splitlines()
-    assert "  longest video: 6 frames, rows row 1, video 0 of 16x16 pixels, 12 tokens" in said.out.splitlines()
-    assert f"rows row 3, video 0 ({tmp_path}/cut.mkv) cannot be read as a film: it ends" in said.out
+    assert numbers_after(shown.out, "videos") == [3, 12, 24]
+    (line,) = [line for line in shown.out.splitlines() if line.endswith(longest)]
+    assert numbers(line.removesuffix(longest)) == [6]
+    assert f"row 3, video 0 ({tmp_path}/cut.mkv)" in shown.out
 
 
 def test_images_are_counted_and_the_largest_is_named(tmp_path: Path) -> None:
@@ -259,10 +283,13 @@ def test_images_are_counted_and_the_largest_is_named(tmp_path: Path) -> None:
     data = {"path": "rows.jsonl", "batch_size": 2, "max_length": 64}
     write_run(tmp_path / "run.yaml", {"steps": 1, "model": {"path": "model"}, "data": data})
 
-    said = check(tmp_path)
+    shown = check(tmp_path)
     code, (training,) = checked(tmp_path)
 
-    assert (said.code, code) == (0, 0)
+    assert (shown.code, code) == (0, 0)
+    largest = training["images"].pop("largest")
+    assert numbers(largest) == [2, 0]  # row and image
+    assert "32x24" in largest
     assert training["images"] == {
         "images": 3,
         "tokens": 4 + 4 + 12,
@@ -270,7 +297,7 @@ def test_images_are_counted_and_the_largest_is_named(tmp_path: Path) -> None:
         "width": [16, 32],
         "height": [16, 24],
         "largest_tokens": 12,
-        "largest": "rows row 2, image 0 of 32x24 pixels",
     }
-    assert "  images: 3 of 20 tokens, 16 to 32 pixels wide and 16 to 24 high" in said.out.splitlines()
-    assert "  largest image: rows row 2, image 0 of 32x24 pixels, 12 tokens" in said.out.splitlines()
+    assert numbers_after(shown.out, "images") == [3, 20, 16, 32, 16, 24]
+    (line,) = [line for line in shown.out.splitlines() if largest in line]
+    assert numbers(line.partition(largest)[2]) == [12]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from holdfast.checkpoint import verify
 from tests.archives import unpack
+from tests.cli.screens import resumed_at
 from tests.cli.warm import WarmPython
 
 HERE = Path(__file__).parents[1] / "earlier"
@@ -41,7 +42,7 @@ def test_what_a_release_wrote_is_verified_exported_and_continued(warm: WarmPytho
     done = warm.run("-m", "holdfast.cli.main", verb, f"{verb}.yaml", cwd=tmp_path)
 
     assert (exported.code, done.code) == (0, 0), exported.err + done.err
-    assert "resuming from step 2, verified" in done.out
+    assert resumed_at(done.out) == 2
     lines, before = (numbers_of(folder / "metrics.jsonl") for folder in (directory, expected))
     assert sorted(lines) == [1, 2, 3, 4]
     for step in (3, 4):

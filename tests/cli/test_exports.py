@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.checkpoint.keep import find
 from tests.cli.fixtures import write_rows, write_run
+from tests.cli.screens import ended, lacks, numbers, page_of
 from tests.cli.warm import Done, WarmPython
 
 COMMAND = ("-m", "holdfast.cli.main")
@@ -29,6 +31,18 @@ def run_of_two_steps(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> 
 def about(place: Path) -> dict[str, Any]:
     """Return what an export says of itself."""
     return dict(json.loads((place / "holdfast_export.json").read_text()))
+
+
+def set_aside(out: str) -> str:
+    """Return what has become of `exports/final`."""
+    (name,) = re.findall(r"exports/final .*?(exports/[\w-]+)", out)
+    return str(name)
+
+
+def start_of(out: str) -> tuple[str, str, int]:
+    """Return the run, its id and the step of the export that a run starts from."""
+    ((name, run_id, step),) = re.findall(r"^model\.path .* (\S+) \((\w+)\), step (\d+)$", out, re.MULTILINE)
+    return name, run_id, int(step)
 
 
 def stopped_later(warm: WarmPython, place: Path, **others: object) -> Done:
@@ -51,13 +65,12 @@ def test_a_run_that_goes_on_renames_the_export_of_its_earlier_end_and_says_how_t
     name = f"step-{step:08d}"
     command = f"holdfast checkpoint export runs/run/checkpoints/{name} -o runs/run/exports/{name}"
     assert step > 2
-    assert done.out.splitlines()[-4:] == [
-        f"max_minutes=0.005 have passed, after step {step}. The run is in runs/run.",
-        "runs/run/exports holds step-00000002 (step 2).",
-        f"To make a model of its newest checkpoint: {command}",
-        "what happened, on one page: runs/run/report.html",
-    ]
-    assert "exports/final is now exports/step-00000002, since training goes on beyond its step" in done.out
+    assert ended(done.out)[1:] == (step, "runs/run")
+    assert "max_minutes=0.005" in ended(done.out).why
+    assert lacks(done.out.splitlines()[-3], "runs/run/exports step-00000002 2") == []
+    assert done.out.splitlines()[-2].endswith(f": {command}")
+    assert page_of(done.out) == "runs/run/report.html"
+    assert set_aside(done.out) == "exports/step-00000002"
     kept = run_of_two_steps / "exports/step-00000002"
     assert sorted(path.name for path in kept.parent.iterdir()) == ["step-00000002"]
     assert (kept / "model.safetensors").read_bytes() == weights
@@ -74,7 +87,7 @@ def test_an_export_of_a_run_without_the_file_is_set_aside_too(
 
     done = stopped_later(warm, tmp_path)
 
-    assert "exports/final is now exports/before-step-00000002" in done.out
+    assert set_aside(done.out) == "exports/before-step-00000002"
     assert not (run_of_two_steps / "exports/final").exists()
 
 
@@ -83,7 +96,6 @@ def test_a_start_from_an_export_says_whose_it_is_and_records_it_and_changed_weig
 ) -> None:
     export = run_of_two_steps / "exports/final"
     own = about(export)
-    line = f"model.path is an export of run run ({own['run_id'][:8]}), step 2"
     start = [f"model.path={export}", "model.config=null", "model.tokenizer=null", "run.name=second", "steps=1"]
 
     evaluated = warm.run(*COMMAND, "eval", str(export), cwd=tmp_path)
@@ -95,16 +107,16 @@ def test_a_start_from_an_export_says_whose_it_is_and_records_it_and_changed_weig
     save_file(load_file(export / "model.safetensors"), export / "model.safetensors", {"merged": "by hand"})
     longer = warm.run(*COMMAND, "sft", "run.yaml", *start, "run.name=third", cwd=tmp_path)
 
-    assert line in evaluated.out.splitlines()
-    assert line in second.out.splitlines()
+    assert start_of(evaluated.out) == start_of(second.out) == ("run", own["run_id"][:8], 2)
     recorded = json.loads((tmp_path / "runs/second/run.json").read_text())["parent"]
     assert recorded == about(tmp_path / "runs/second/exports/final")["parent"]
     assert recorded["model"] == str(export)
     assert (recorded["export"]["run_id"], recorded["export"]["step"]) == (own["run_id"], 2)
     assert changed.code == longer.code == 2
-    assert f"{export}/model.safetensors has other bytes: its hash is" in changed.err
+    assert lacks(changed.err, f"{export}/model.safetensors hash") == []
     now = (export / "model.safetensors").stat().st_size
-    assert f"{export}/model.safetensors has {now:,} bytes and had {len(weights):,}" in longer.err
+    assert f"{export}/model.safetensors" in longer.err
+    assert numbers(longer.err)[:2] == [now, len(weights)]
     assert not (tmp_path / "runs/third").exists()
 
 
@@ -136,7 +148,7 @@ def test_a_policy_that_starts_from_an_export_of_sft_says_whose_it_is_and_records
     done = warm.run(*COMMAND, verb, "later.yaml", cwd=tmp_path)
 
     assert done.code == 0, done.err
-    assert f"model.path is an export of run run ({own['run_id'][:8]}), step 2" in done.out.splitlines()
+    assert start_of(done.out) == ("run", own["run_id"][:8], 2)
     recorded = json.loads((tmp_path / "runs/later/run.json").read_text())["parent"]
     parents = {name: recorded["export"][name] for name in ("run", "run_id", "step")}
     assert (recorded["model"], parents) == (str(export), {"run": "run", "run_id": own["run_id"], "step": 2})
