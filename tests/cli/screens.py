@@ -42,8 +42,3 @@ def page_of(out: str) -> str | None:
 def numbers(text: str) -> list[float]:
     """Return the numbers that a text names, without those that are parts of words or paths."""
     return [float(each.replace(",", "")) for each in re.findall(r"(?<![\w.=/-])\d[\d,]*(?:\.\d+)?(?![\w/])", text)]
-
-
-def lacks(text: str, named: str) -> list[str]:
-    """Return the words that a text does not hold of those that it must name."""
-    return [word for word in named.split() if word not in text]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.cli.fixtures import write_run
-from tests.cli.screens import lacks, numbers, saved_before_the_error
+from tests.cli.screens import numbers, saved_before_the_error
 from tests.cli.warm import Done, WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 GOOD = [{"prompt": f"add {n}=", "completion": str(n)} for n in range(20)]
 TORN, NULL, LACKING = '{"prompt": "a', '{"prompt": "a=", "completion": null}', '{"prompt": "a="}'

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 
 from tests.checkpoint.damage import Touch, rewrite_manifest
 from tests.cli.fixtures import Command, of_step
-from tests.cli.screens import lacks, numbers
+from tests.cli.screens import numbers
 from tests.cli.warm import WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 
 def losses(place: Path) -> dict[int, float]:

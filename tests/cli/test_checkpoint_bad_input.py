@@ -19,10 +19,10 @@ from holdfast.checkpoint.format.manifest import FORMAT
 from holdfast.checkpoint.place.hashing import hash_bytes
 from tests.checkpoint.damage import rewrite_manifest
 from tests.cli.fixtures import Command, of_step
-from tests.cli.screens import lacks, numbers
+from tests.cli.screens import numbers
 from tests.cli.warm import WarmPython
 from tests.crash.disks import Remount, disk
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 __all__ = ["disk"]
 

@@ -17,10 +17,10 @@ import yaml
 from holdfast import registry
 from holdfast.cli.main import COMMANDS, GROUPS
 from tests.cli.fixtures import HOLDFAST, write_run
-from tests.cli.screens import lacks, numbers
+from tests.cli.screens import numbers
 from tests.cli.warm import Done, run_and_list_imports
 from tests.config.test_schema import SNAPSHOT
-from tests.messages import MISTAKE, Said
+from tests.messages import MISTAKE, Said, lacks
 
 Command = Callable[..., Done]
 

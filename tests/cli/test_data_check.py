@@ -12,10 +12,10 @@ from PIL import Image
 
 from tests.cli.fixtures import write_rows, write_run
 from tests.cli.in_process import cli_in_process
-from tests.cli.screens import lacks, numbers
+from tests.cli.screens import numbers
 from tests.cli.warm import Done, WarmPython
 from tests.films import film, noise
-from tests.messages import Said
+from tests.messages import Said, lacks
 from tests.videos import video_directory
 from tests.vision import vision_directory
 

@@ -11,10 +11,9 @@ import pytest
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import TINY, write_rows, write_run
-from tests.cli.screens import lacks
 from tests.cli.test_refusals import everything_in
 from tests.cli.warm import Done, WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 LOSS = """
 from dataclasses import dataclass

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli.fixtures import HOLDFAST, TINY, write_rows, write_run
-from tests.cli.screens import lacks
 from tests.cli.warm import WarmPython, run_and_list_imports
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 
 @pytest.mark.cases(1)

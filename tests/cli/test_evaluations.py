@@ -13,9 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.fixtures import of_step, write_rows, write_run
-from tests.cli.screens import lacks
 from tests.cli.warm import WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 COMMAND = ("-m", "holdfast.cli.main")
 

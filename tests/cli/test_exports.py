@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.checkpoint.keep import find
 from tests.cli.fixtures import write_rows, write_run
-from tests.cli.screens import ended, lacks, numbers, page_of
+from tests.cli.screens import ended, numbers, page_of
 from tests.cli.warm import Done, WarmPython
+from tests.messages import lacks
 
 COMMAND = ("-m", "holdfast.cli.main")
 

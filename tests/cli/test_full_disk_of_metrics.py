@@ -9,10 +9,9 @@ from typing import Any
 from holdfast.metrics.sink import read_metrics
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import write_run
-from tests.cli.screens import lacks
 from tests.cli.warm import WarmPython
 from tests.crash.disks import Remount, disk
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 __all__ = ["disk"]
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.cli.commands import in_a_terminal
 from tests.cli.fixtures import HOLDFAST, write_rows
 from tests.cli.in_process import cli_in_process
-from tests.cli.screens import lacks, numbers
+from tests.cli.screens import numbers
 from tests.cli.warm import Done
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 STEP_3 = "runs/run/checkpoints/step-00000003"
 

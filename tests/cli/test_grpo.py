@@ -18,10 +18,10 @@ from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import TINY, write_rows, write_run
-from tests.cli.screens import ended, lacks, numbers, resumed_at
+from tests.cli.screens import ended, numbers, resumed_at
 from tests.cli.warm import Done, WarmPython
 from tests.crash.runs import log_of_run
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 REWARDS = """
 import os, sys, time

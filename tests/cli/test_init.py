@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.cli.fixtures import write_rows
 from tests.cli.in_process import cli_in_process
-from tests.cli.screens import ended, lacks, numbers
+from tests.cli.screens import ended, numbers
 from tests.cli.warm import Done, WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 from tests.vision import picture, vision_directory
 
 CHAT = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"

@@ -13,8 +13,9 @@ from holdfast.config.base import LEFT_OUT
 from holdfast.config.yaml12 import parse_file
 from tests.cli.fixtures import TINY, write_run
 from tests.cli.in_process import cli_in_process
-from tests.cli.screens import lacks, resumed_at
+from tests.cli.screens import resumed_at
 from tests.cli.warm import WarmPython
+from tests.messages import lacks
 
 SECRETS = [f"planted{number:02d}" for number in range(7)]
 FUNCTIONS = """

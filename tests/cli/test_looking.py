@@ -27,11 +27,11 @@ from holdfast.training.run_state import RunState
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import HOLDFAST, write_run
 from tests.cli.in_process import cli_in_process
-from tests.cli.screens import lacks, numbers, page_of
+from tests.cli.screens import numbers, page_of
 from tests.cli.warm import WarmPython, run
 from tests.features.report.cases import RunFolder, data_of, killed_run, long_run
 from tests.features.trackers.test_secrets import SECRETS, planted
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 COMMAND = ("-m", "holdfast.cli.main", "sft", "run.yaml")
 

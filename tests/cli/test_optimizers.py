@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.cli.fixtures import write_run
-from tests.cli.screens import lacks
 from tests.cli.warm import WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 OWN = Path(__file__).parents[1] / "optim" / "own.py"
 

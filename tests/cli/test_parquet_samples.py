@@ -12,9 +12,8 @@ from pyarrow import parquet
 
 from holdfast.metrics.sink import SampleFiles
 from tests.cli.fixtures import write_rows, write_run
-from tests.cli.screens import lacks
 from tests.cli.warm import WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 KILLS = """
 import os, signal

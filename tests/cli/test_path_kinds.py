@@ -23,8 +23,7 @@ from holdfast.data.rows.files import files_of_split, find_files
 from holdfast.errors import ConfigError, DataError, ModelError, UserError
 from holdfast.models.files.places import local_directory
 from holdfast.training.directory import check_verb
-from tests.cli.screens import lacks
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 K = PathKind
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"

@@ -11,9 +11,9 @@ import pytest
 from tests.cli.commands import in_a_terminal
 from tests.cli.fixtures import write_rows, write_run
 from tests.cli.in_process import cli_in_process
-from tests.cli.screens import lacks, numbers
+from tests.cli.screens import numbers
 from tests.cli.warm import Done, WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 
 def preview(folder: Path, *arguments: str) -> Done:

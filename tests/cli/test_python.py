@@ -14,9 +14,9 @@ import holdfast
 from holdfast.api import GIVEN
 from holdfast.errors import ConfigError
 from tests.cli.fixtures import TINY, write_run
-from tests.cli.screens import lacks, numbers
+from tests.cli.screens import numbers
 from tests.cli.warm import Done, WarmPython, run
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 SCRIPT = Path(__file__).parent / "live_script.py"
 MANY_CALLS = Path(__file__).parent / "many_calls_script.py"

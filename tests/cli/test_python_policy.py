@@ -17,10 +17,9 @@ from holdfast.errors import ConfigError
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.surrogates import Clip
 from tests.cli.fixtures import TINY
-from tests.cli.screens import lacks
 from tests.cli.test_python import reported
 from tests.cli.warm import WarmPython, run
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 SCRIPT = Path(__file__).parent / "live_policy_script.py"
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.cli.fixtures import HOLDFAST, TINY, write_rows, write_run
-from tests.cli.screens import lacks
 from tests.cli.warm import Done, WarmPython, run
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 
 def missing_shard(folder: Path, tree: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from holdfast.checkpoint import verify
 from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import TINY, write_rows, write_run
 from tests.cli.in_process import cli_in_process
-from tests.cli.screens import lacks, resumed_at
+from tests.cli.screens import resumed_at
 from tests.cli.warm import Done, WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 STEPS = 6
 CHECKPOINTS = "runs/run/checkpoints"

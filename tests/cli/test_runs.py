@@ -23,9 +23,9 @@ from holdfast.training import run_state as state
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import write_rows, write_run
 from tests.cli.in_process import cli_in_process
-from tests.cli.screens import lacks, numbers
+from tests.cli.screens import numbers
 from tests.cli.warm import Done, WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 COMMAND = ("-m", "holdfast.cli.main")
 

@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.cli.fixtures import TINY, write_rows, write_run
-from tests.cli.screens import lacks, numbers
+from tests.cli.screens import numbers
 from tests.cli.warm import Done, WarmPython
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 ASKED = "{% if add_generation_prompt %}a {% endif %}"
 OPEN = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}{% endfor %}" + ASKED

@@ -15,9 +15,9 @@ from holdfast.features.forensics import proving as prove
 from holdfast.parallel import mesh
 from holdfast.training import directory
 from tests.cli.fixtures import write_rows, write_run
-from tests.cli.screens import ended, lacks, numbers
+from tests.cli.screens import ended, numbers
 from tests.cli.warm import WarmPython, run
-from tests.messages import Said
+from tests.messages import Said, lacks
 
 
 def metrics(run_directory: Path) -> list[dict[str, float]]:

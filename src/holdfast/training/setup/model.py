@@ -262,16 +262,17 @@ def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bo
             f"note: {key} allows sequences of {tokens} tokens. Those beyond {positions.count} "
             f"(max_position_embeddings) follow rotary angles of their own length, each by {name}'s dynamic scaling."
         )
-    if positions.in_a_table or (samples and config.data.max_length > positions.count):
-        fix = "data.max_length or max_new_tokens" if completes else "data.max_length"
-        override = "" if positions.in_a_table else ", or set model.config_override.max_position_embeddings"
-        raise ConfigError(
-            f"{key} allows sequences of {tokens} tokens, and {name} has {positions.count} positions "
-            f"(max_position_embeddings). Lower {fix}{override}."
-        )
+    beyond = (
+        f"{key} allows sequences of {tokens} tokens, and {name} has {positions.count} positions "
+        "(max_position_embeddings)"
+    )
+    lower = "data.max_length or max_new_tokens" if completes else "data.max_length"
+    if positions.in_a_table:
+        raise ConfigError(f"{beyond}. Lower {lower}.")
+    if samples and config.data.max_length > positions.count:
+        raise ConfigError(f"{beyond}. Lower {lower}, or set model.config_override.max_position_embeddings.")
     return (
-        f"note: {key} allows sequences of {tokens} tokens, and {name} has {positions.count} positions "
-        "(max_position_embeddings): longer ones take it where it was never trained. If that is meant, say so in "
+        f"note: {beyond}: longer ones take it where it was never trained. If that is meant, say so in "
         "model.config_override (max_position_embeddings, rope_scaling); else lower data.max_length."
     )
 
