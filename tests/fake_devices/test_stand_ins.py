@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tools.device_bugs import PLANTED, SOURCE
+
 from holdfast.features.plan.counting.memory import HOOKED
 from holdfast.features.plan.execution.fake_devices import absent_names
 from tests.fake_devices.conftest import ROOT
-from tools.device_bugs import PLANTED, SOURCE
 
 
 def test_this_torch_has_every_name_that_is_stood_in_for() -> None:
