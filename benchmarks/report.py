@@ -34,7 +34,7 @@ from tests.features.report.cases import RunFolder, long_run  # noqa: E402
 
 MOST_MEGABYTES, MOST_SECONDS, MOST_MIB, MOST_OPENING, MOST_SHARE = 15.0, 30.0, 1024.0, 3.0, 0.01
 WATCHED_SECONDS, SETTLING_SECONDS = 60.0, 8.0
-READY = "return document.querySelector('#chart-0 .main-svg') && document.querySelector('#list details')"
+READY = "return document.querySelector('#chart-0 svg') && document.querySelector('#list details')"
 
 
 def build(run: Path, page: Path) -> dict[str, float]:
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--metrics", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    print(heading("plotly"))
+    print(heading())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run, page = long_run(folder, options.steps, options.samples, options.metrics).place, folder / "page.html"

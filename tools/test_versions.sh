@@ -28,7 +28,7 @@ install() {  # DIRECTORY CONSTRAINTS: our packages; nothing where they were inst
     ! test "$1/.installed" -nt pyproject.toml || ! test "$1/.installed" -nt "$2" || return 0
     local pip=("$1/bin/python" -m pip install "${PIP_OPTIONS[@]}")
     # torch goes first and alone: beside other packages pip may choose another build of it.
-    "${pip[@]}" "$(grep '^torch==' "$2")" && "${pip[@]}" -c "$2" -e '.[dev,lowbit,math,qlora,report,video,vlm]' && touch "$1/.installed"
+    "${pip[@]}" "$(grep '^torch==' "$2")" && "${pip[@]}" -c "$2" -e '.[dev,lowbit,math,qlora,video,vlm]' && touch "$1/.installed"
 }
 
 version_of() {  # PYTHON
@@ -50,7 +50,7 @@ install_torch_2_11() {  # says why it returns 1
     fi
     others="$(mktemp)"
     grep -v '^torch==' constraints.txt >"$others"
-    .venv-torch2.11/bin/python -m pip install "${PIP_OPTIONS[@]}" -c "$others" -e '.[dev,lowbit,math,qlora,report,video,vlm]'
+    .venv-torch2.11/bin/python -m pip install "${PIP_OPTIONS[@]}" -c "$others" -e '.[dev,lowbit,math,qlora,video,vlm]'
 }
 
 echo "== another Python: smoke set, saves and resumes"

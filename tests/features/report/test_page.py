@@ -97,7 +97,7 @@ def test_hostile_completions_are_text(tmp_path: Path) -> None:
     page = page_of(run.place, place=tmp_path / "x.html")
 
     parsed = Elements(page)
-    assert len(parsed.scripts) == 6, "theme, data, Plotly and three of ours"
+    assert len(parsed.scripts) == 6, "theme, data and four that draw"
     assert not any(tag == "img" for tag, _ in parsed.elements)
     assert HOSTILE[0] in parsed.text
     rest = page.replace(max(parsed.scripts, key=len), "")
@@ -192,7 +192,7 @@ def test_a_disk_that_is_full_leaves_no_part_of_a_page(tmp_path: Path) -> None:
     script = (
         "import resource, signal, sys; from pathlib import Path; from holdfast.features.report.page import write_page\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, 1 << 15))\n"
         "write_page([Path(sys.argv[1])], None)\n"
     )
 

@@ -1,19 +1,19 @@
 "use strict";
-// Starts everything, and draws anew when the theme changes or the page is printed.
+// Starts everything, and draws the charts that were never near the screen when the page is printed.
 const root = document.documentElement;
 
-function setTheme(name, again) {
+function setTheme(name) {
   root.dataset.theme = name;
   document.getElementById("theme").textContent = name === "dark" ? "Light" : "Dark";
-  if (again) { drawAll(); showSamples(); }
 }
 
-setTheme(root.dataset.theme, false);
-document.getElementById("theme").addEventListener("click", () => setTheme(root.dataset.theme === "dark" ? "light" : "dark", true));
+setTheme(root.dataset.theme);
+document.getElementById("theme").addEventListener("click", () => setTheme(root.dataset.theme === "dark" ? "light" : "dark"));
 document.getElementById("logarithmic")?.addEventListener("change", drawAll);
-document.getElementById("metric")?.addEventListener("change", drawOther);
+document.getElementById("all-steps")?.addEventListener("click", () => setRange(null));
+document.getElementById("metric")?.addEventListener("change", () => draw(document.getElementById("other")));
 let before = root.dataset.theme;
-addEventListener("beforeprint", () => { before = root.dataset.theme; setTheme("light", true); });
-addEventListener("afterprint", () => setTheme(before, true));
+addEventListener("beforeprint", () => { before = root.dataset.theme; setTheme("light"); drawAll(); });
+addEventListener("afterprint", () => setTheme(before));
 startSamples();
 drawLater();

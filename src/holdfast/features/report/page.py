@@ -1,8 +1,7 @@
 """One self-contained page about one run or several: no network, no account, no second file.
 
 The page may be sent around and hold what a model wrote, so nothing in it can act: scripts are allowed by their hash
-alone (`default-src 'none'`), and foreign text is printable, escaped, and only ever set as text. Plotly's own script is
-inlined from its Python package.
+alone (`default-src 'none'`), and foreign text is printable, escaped, and only ever set as text.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from holdfast.training.directory import PAGE
 
 MARK = '<meta name="generator" content="holdfast report">'
 """By which a file is known to be such a page, and may be written anew."""
-_SCRIPTS = ("charts.js", "samples.js", "page.js")
+_SCRIPTS = ("plot.js", "charts.js", "samples.js", "page.js")
 MOST_RUNS = 8
 """Colours that can be told apart."""
 
@@ -42,7 +41,7 @@ def write_page(directories: Sequence[Path], output: Path | None, between: Callab
         between: Called now and then; what it raises ends the work, and no page is left.
 
     Raises:
-        UserError: A directory is none of a run, the page would replace something else, or plotly is not installed.
+        UserError: A directory is none of a run, or the page would replace something else.
     """
     if len(directories) > MOST_RUNS:
         raise UserError(
@@ -83,16 +82,10 @@ def _check_target(target: Path) -> None:
 
 
 def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = do_nothing) -> str:
-    """Return the page about runs.
-
-    Raises:
-        UserError: Plotly is not installed.
-    """
-    plotly = _plotly_script()
+    """Return the page about runs."""
     assets = files("holdfast.features.report")
-    page_scripts = [assets.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS]
+    scripts = [assets.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS]
     theme = assets.joinpath("theme.js").read_text(encoding="utf-8")
-    scripts = [plotly, *page_scripts]
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash_source, [theme, *scripts]))}; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -115,14 +108,6 @@ def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = do_nothing)
     body = [_top(runs, title), tag("main", *_main(runs)), data, *(f"<script>{script}</script>" for script in scripts)]
     head_text, body_text = "\n".join(head), "\n".join(body)
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head_text}\n</head>\n<body>\n{body_text}\n</body>\n</html>\n'
-
-
-def _plotly_script() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise UserError("The curves of a page are drawn by plotly: pip install 'holdfast[report]'.") from error
-    return str(get_plotlyjs())
 
 
 def _hash_source(script: str) -> str:
@@ -184,6 +169,7 @@ def _curves(runs: Sequence[RunRecord]) -> str:
     options = "".join(tag("option", text(name), value=name) for name in every)
     choose = tag("label", text("Any other metric "), tag("select", options, id="metric"))
     log = tag("label", '<input type="checkbox" id="logarithmic">', text(" logarithmic axes"))
+    every_step = tag("button", text("All steps"), id="all-steps", type="button", hidden=True)
     metric_figure = tag(
         "figure",
         tag("figcaption", choose),
@@ -193,7 +179,13 @@ def _curves(runs: Sequence[RunRecord]) -> str:
         "curves",
         "Curves",
         legend if len(runs) > 1 else "",
-        tag("div", log, class_="controls"),
+        tag(
+            "div",
+            log,
+            every_step,
+            tag("span", text("Drag over a chart to see some steps alone."), class_="hint"),
+            class_="controls",
+        ),
         tag("figure", tag("figcaption", tag("h3", text("What happened, by step"))), timeline, class_="wide"),
         tag("div", *figures, metric_figure, class_="charts"),
         tag("p", text(f"{RULE} Numbers have seven digits."), class_="rule"),

@@ -176,10 +176,9 @@ def times_section(runs: Sequence[RunRecord]) -> str:
         numbers=[column + several for column in (1, 2, 3)],
         caption="Seconds by phase",
     )
-    chart = (
-        "" if several else tag("div", id="phases", class_="chart", role="img", aria_label="Seconds per step by phase")
-    )
-    return section("time", "Time by phase", chart, body, _memory(runs))
+    legend = tag("p", class_="legend", id="phases-legend")
+    chart = tag("div", id="phases", class_="chart", role="img", aria_label="Seconds per step by phase")
+    return section("time", "Time by phase", *(() if several else (legend, chart)), body, _memory(runs))
 
 
 def _memory(runs: Sequence[RunRecord]) -> str:
