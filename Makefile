@@ -107,7 +107,7 @@ test-kernels: setup
 # where the index cannot be reached. Those with a vLLM run where its environment is already installed.
 REAL_MODEL ?= runs/smollm2
 test-real: setup
-	$(BIN)/python tools/real_model.py $(REAL_MODEL) || test $$? -eq 3
+	$(BIN)/python examples/real/smollm2.py $(REAL_MODEL) || test $$? -eq 3
 	HOLDFAST_REAL_MODEL=$(abspath $(REAL_MODEL)) HOLDFAST_VLLM_PYTHON=$(abspath $(wildcard $(VLLM_VENV)/bin/python)) \
 		$(BIN)/python -m pytest -n 0 -rs tests/real
 

@@ -150,7 +150,7 @@ for name in "${parts[@]}"; do
         learning)
             # GRPO on sums by a pretrained model: accuracy and minutes.
             if [[ -z ${REAL_MODEL:-} ]]; then
-                skip learning "it needs REAL_MODEL, a directory that tools/real_model.py wrote"
+                skip learning "it needs REAL_MODEL, a directory that examples/real/smollm2.py wrote"
             else
                 part learning benchmarks/learning.py --model "$REAL_MODEL" --part grpo --ours --device "$device" \
                     ${TINY:+--steps 1 --prompts 2 --group 2 --held-out 4}

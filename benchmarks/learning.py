@@ -1,6 +1,6 @@
 """The same learning as TRL's: a real model, the same weights, rows, order, rates and seeds.
 
-    python tools/real_model.py runs/smollm2
+    python examples/real/smollm2.py runs/smollm2
     python benchmarks/learning.py --model runs/smollm2 [--part sft] [--device cuda]
     python benchmarks/learning.py --model runs/smollm2 --part grpo --steps 5 --prompts 4 --group 4   # minutes on a CPU
 
@@ -309,7 +309,7 @@ def _spreads_apart(spans: dict[str, list[tuple[float, float]]]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True, help="a directory that tools/real_model.py wrote")
+    parser.add_argument("--model", required=True, help="a directory that examples/real/smollm2.py wrote")
     parser.add_argument("--part", choices=["sft", "grpo"], help="default: both")
     parser.add_argument("--rows", help="GSM8K's training rows, for sft")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

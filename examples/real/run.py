@@ -1,6 +1,6 @@
 """Run examples of this folder and print what `holdfast eval` measures before and after: run.py [NAME...]
 
-    python tools/real_model.py runs/smollm2 && python examples/real/rows.py GSM8K.jsonl
+    python examples/real/smollm2.py runs/smollm2 && python examples/real/rows.py GSM8K.jsonl
     python examples/real/run.py                       # all of them, in a night on two cores
     python examples/real/run.py sft_sums grpo_sums    # these, in this order
 

@@ -33,7 +33,7 @@ def test_parts_that_need_a_card_or_a_model_say_so_in_the_table(tmp_path: Path) -
     rows = (tmp_path / "table.md").read_text().splitlines()[4:]
     assert rows == [
         "| tests | | | skipped: they need a CUDA device | |",
-        "| learning | | | skipped: it needs REAL_MODEL, a directory that tools/real_model.py wrote | |",
+        "| learning | | | skipped: it needs REAL_MODEL, a directory that examples/real/smollm2.py wrote | |",
     ]
 
 

