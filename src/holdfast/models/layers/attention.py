@@ -8,9 +8,7 @@ one product per document (documents of equal length that lie next to each other 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from holdfast.errors import ModelError
 from holdfast.models.layers.document_attention import AttentionOptions, attend_as_operation, attend_in_documents
 from holdfast.models.layers.documents import Documents, KernelRuns
+from holdfast.models.layers.grouped_heads import takes_groups
 
 PACKED = "holdfast_packed"
 """Name under which transformers finds this attention."""
@@ -177,24 +176,10 @@ def attention_layers(model: Any) -> int:
     )
 
 
-# Dynamo traces what a cache wraps, with a warning; a constant it asks for once.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
-def _flash_takes_groups() -> bool:
-    """Whether torch's kernel takes fewer key heads than query heads; torch 2.11 does not."""
-    return "enable_gqa" in _flash_options()
-
-
-@cache
-def _flash_options() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def _flash(query: Tensor, key: Tensor, value: Tensor, runs: KernelRuns, options: AttentionOptions) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    arguments, named = flash_call(query, key, value, runs, options, groups=_flash_takes_groups())
+    arguments, named = flash_call(query, key, value, runs, options, groups=takes_groups())
     out = varlen_attn(*arguments, **named)
     assert isinstance(out, Tensor)
     return out[None]
