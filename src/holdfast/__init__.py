@@ -21,7 +21,7 @@ __all__ = ["__version__", "checkpoint", "distill", "dpo", "grpo", "reward", "sft
 
 def __getattr__(name: str) -> Any:
     if name in {"distill", "dpo", "grpo", "reward", "sft"}:
-        from holdfast.text.quiet import hush
+        from holdfast.config.quiet import hush
 
         hush()
         from holdfast import api

@@ -108,9 +108,10 @@ def before_all(
     ] = False,
 ) -> None:
     """Post-training of Hugging Face models on FSDP2. A run that starts will save, resume and export."""
-    from holdfast.text.quiet import hush  # not at the top: `--help` does without logging
+    from holdfast.config.quiet import hush  # not at the top: `--help` does without logging
 
-    hush()
+    if left_out := hush():
+        typer.echo(f"{left_out} and is left out: Holdfast does without it.", err=True)
 
 
 app = command_line(COMMANDS, GROUPS, before_all)

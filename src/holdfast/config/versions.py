@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from holdfast.errors import UserError
 
 LIBRARIES = ("holdfast", "torch", "transformers", "datasets", "safetensors", "tokenizers", "numpy", "peft")
 
@@ -17,3 +19,40 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return installed
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def unmet_requirements() -> list[str] | None:
+    """Return what Holdfast's own metadata asks for and is not installed, each as `NAME VERSION (needed: BOUND)`.
+
+    None where Holdfast has no metadata, as in a checkout on the import path.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        needed = [Requirement(text) for text in requires("holdfast") or ()]
+    except PackageNotFoundError:
+        return None
+    return [
+        f"{requirement.name} {installed(requirement.name) or 'is not installed'} (needed: {requirement.specifier})"
+        for requirement in needed
+        if requirement.marker is None and not requirement.specifier.contains(installed(requirement.name) or "0")
+    ]
+
+
+def check_versions() -> None:
+    """Check that every package is installed in a version that Holdfast works with.
+
+    Raises:
+        UserError: One is older or newer, or is not there.
+    """
+    if unmet := unmet_requirements():
+        names = " ".join(f"'{text.partition(' ')[0]}'" for text in unmet)
+        raise UserError(f"{'; '.join(unmet)}. Install what Holdfast needs: pip install -U holdfast {names}.")

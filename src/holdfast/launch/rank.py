@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from holdfast import patience
 from holdfast.config.load import from_mapping
+from holdfast.config.quiet import hush
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -30,7 +31,6 @@ from holdfast.interrupts import end_at_once, raise_after_imports
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
 from holdfast.launch.environment import has_launcher
 from holdfast.launch.first_rank import await_first_rank, leave
-from holdfast.text.quiet import hush
 
 if TYPE_CHECKING:
     from holdfast.parallel.mesh import World

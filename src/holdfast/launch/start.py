@@ -22,6 +22,7 @@ from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS, engine_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
+from holdfast.config.versions import check_versions
 from holdfast.data.rows.arrow_rows import is_saved_dataset
 from holdfast.data.rows.files import files_of_split, find_files, split_off
 from holdfast.errors import RunStopped
@@ -39,6 +40,7 @@ def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
 
     A task of `srun` becomes one rank, or torchrun on its node.
     """
+    check_versions()
     if not under_torchrun() and srun_task() is not None:
         registry.load(registry.SRUN)(loaded.config.launch, loaded.config.checkpoint.grace_seconds)
     if under_torchrun() and engine_of(loaded.config) is not None:

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from holdfast.config.load import from_mapping
+from holdfast.config.quiet import hush
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.errors import HoldfastError
-from holdfast.text.quiet import hush
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from holdfast.config.quiet import broken
 from holdfast.config.sections.model import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters.files import rank_patterns
@@ -75,12 +76,15 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
     layer_counts = [f"{len(targets)} layers"] * bool(targets) + [f"{len(stacks)} stacks of experts"] * bool(stacks)
     name = "lora (DoRA)" if section.dora else "lora"
     note = f"{name}: rank {section.rank} on {' and '.join(layer_counts)}, {parameters:,} parameters trained{left_out}"
+    if reason := broken("bitsandbytes"):
+        note += f"; {reason} and is not used"
     return note if section.quantize is None else f"{note}; {_quantised(model, section, storage)}"
 
 
 def _inject(model: Any, **settings: Any) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
+    broken("bitsandbytes")  # peft imports it, and would fail with it
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # it is each layer's, and peft has one for all
         inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True)

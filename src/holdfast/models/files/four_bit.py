@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from holdfast.config.quiet import broken
 from holdfast.config.sections.model import FourBitKind
+from holdfast.config.versions import installed
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name
 
@@ -30,13 +32,12 @@ def check_library(kind: FourBitKind) -> None:
     Raises:
         ModelError: The library cannot be imported.
     """
-    try:
-        import bitsandbytes.functional  # type: ignore[import-not-found,import-untyped,unused-ignore] # noqa: F401
-    except ImportError as error:
+    reason = "it is not installed" if installed("bitsandbytes") is None else broken("bitsandbytes")
+    if reason:
         raise ModelError(
-            f"model.lora.quantize: {kind} rounds by bitsandbytes, which cannot be imported ({error}): pip install "
+            f"model.lora.quantize: {kind} rounds by bitsandbytes: {reason}. Install it: pip install -U "
             "'holdfast[qlora]'. Without it, model.frozen_dtype: bfloat16 keeps the frozen model in half of float32."
-        ) from error
+        )
 
 
 def row_bytes(columns: int) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
+from holdfast.config.quiet import hush
 from holdfast.config.sections.data import SyntheticConfig
 from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
-from holdfast.text.quiet import hush
 
 
 def main() -> None:

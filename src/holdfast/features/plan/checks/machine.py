@@ -16,18 +16,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
 import psutil
-from packaging.requirements import Requirement
 
 from holdfast import patience
 from holdfast.checkpoint.place.layout import fresh
 from holdfast.checkpoint.place.storage import LocalStorage, Storage, open_storage
+from holdfast.config.quiet import unfit_torchvision
 from holdfast.config.sections.launch import LaunchConfig
-from holdfast.config.versions import versions
+from holdfast.config.versions import installed, unmet_requirements, versions
 from holdfast.errors import HoldfastError, UserError
 from holdfast.features.plan.checks.findings import RANKS, Check, Finding, fail, ok, since, unknown, warn
 from holdfast.files import python_module, size_words
@@ -42,8 +41,6 @@ _SLOW = 20 * 2**20
 """Bytes per second below which a place of checkpoints is called slow."""
 _BUSY = 0.1
 """Share of a GPU's memory that is in use before the run, from which on it is told."""
-_TORCHVISION_BEHIND = 15
-"""torchvision 0.(N + 15) belongs to torch 2.N."""
 
 
 def checks_of_machine(launch: LaunchConfig) -> list[Check]:
@@ -55,39 +52,19 @@ def checks_of_machine(launch: LaunchConfig) -> list[Check]:
     ]
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _requirements() -> list[Requirement] | None:
-    """Return what Holdfast's own metadata asks for; None where it has none, as in a checkout on the import path."""
-    try:
-        return [Requirement(text) for text in requires("holdfast") or ()]
-    except PackageNotFoundError:
-        return None
-
-
 def look_at_versions() -> Iterator[Finding]:
     """Compare what is installed with what Holdfast asks for, and with pairs that are known not to work."""
     decisive = ", ".join(f"{name} {number}" for name, number in versions().items() if name != "platform")
-    needed = _requirements()
-    if needed is None:
+    wrong = unmet_requirements()
+    if wrong is None:
         text = f"holdfast is not installed as a package, so what it asks for is not compared; {decisive}"
         yield unknown("versions", text, "Install it: pip install -e . in its directory.")
-        yield from bad_pairs(_installed)
+        yield from bad_pairs(installed)
         return
-    wrong = [
-        f"{requirement.name} {_installed(requirement.name) or 'is not installed'} (needed: {requirement.specifier})"
-        for requirement in needed
-        if requirement.marker is None and not requirement.specifier.contains(_installed(requirement.name) or "0")
-    ]
     if wrong:
         names = " ".join(f'"{text.partition(" ")[0]}"' for text in wrong)
         yield fail("versions", "; ".join(wrong), f"Install them: pip install -U {names} -c constraints.txt.")
-    pairs = list(bad_pairs(_installed))
+    pairs = list(bad_pairs(installed))
     yield from pairs
     if not wrong and not pairs:
         yield ok("versions", decisive)
@@ -95,16 +72,12 @@ def look_at_versions() -> Iterator[Finding]:
 
 def bad_pairs(installed: Callable[[str], str | None]) -> Iterator[Finding]:
     """Yield a failure for each pair of packages that are known not to work together, by their versions."""
-    torch, torchvision = installed("torch") or "0.0", installed("torchvision")
-    if torchvision is not None:
-        minor = int(torch.split(".")[1])
-        builds = [text.partition("+")[2] for text in (torch, torchvision)]
-        if int(torchvision.split(".")[1]) != minor + _TORCHVISION_BEHIND or (all(builds) and builds[0] != builds[1]):
-            yield fail(
-                "versions",
-                f"torchvision {torchvision} is not of torch {torch}, and transformers fails when it imports it",
-                "Holdfast needs no torchvision: pip uninstall torchvision.",
-            )
+    if reason := unfit_torchvision(installed):
+        yield warn(
+            "versions",
+            f"{reason}, so it is left out",
+            "Nothing here uses it; rewards and environments of yours find none: pip uninstall torchvision.",
+        )
     antlr = installed("antlr4-python3-runtime")
     if installed("math-verify") is not None and antlr is not None and antlr.startswith("4.9."):
         yield fail(

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.quiet import hush
 from holdfast.errors import HoldfastError, UserError
-from holdfast.text.quiet import hush
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 NEWS = "plan: "
