@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.checkpoint.export.stored import export_stored
 from holdfast.checkpoint.keep import find
+from holdfast.config import quiet
 from holdfast.models.names import canonical_name
 from holdfast.parallel.mesh import World
 from tests.distributed.cases import reference, rows_of, settings
