@@ -96,6 +96,57 @@ def test_every_row_of_a_landing_names_folders_of_tests_and_of_the_package() -> N
             assert any((ROOT / "src" / "holdfast" / name).exists() for name in (room, f"{room}.py")), room
 
 
+def test_every_room_and_every_folder_of_slow_tests_is_in_a_row_of_a_landing() -> None:
+    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    rows = re.findall(r"^\d+ (\S+) +(tests/.*)$", text, re.MULTILINE)
+    (everywhere,) = re.findall(r"^everywhere='(.+)'$", text, re.MULTILINE)
+    named = {room for rooms, _ in rows for room in rooms.split("|")}
+    folders = {Path(folder) for _, listed in rows for folder in listed.split()}
+    suites = re.findall(r"--ignore=(\S+)", subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", "test-slow"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout)  # fmt: skip
+
+    rooms = [path for path in (ROOT / "src" / "holdfast").iterdir() if path.is_dir() or path.suffix == ".py"]
+    tests = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    slow = [path for path in tests if re.search(r"mark\.slow|mark\.cases", (ROOT / path).read_text(encoding="utf-8"))]
+
+    inside = {
+        path.name
+        for path in rooms
+        if path.name != "__pycache__" and not re.search(everywhere, f"{path.relative_to(ROOT)}{'/x' * path.is_dir()}")
+    }
+    assert inside == named
+    assert slow
+    assert [path for path in slow if not {path, *path.parents} & {*folders, *map(Path, suites)}] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "selected"),
+    [
+        ("src/holdfast/rewards/shaping.py", "tests/rollout tests/environments tests/rewards tests/features/vllm"),
+        ("tests/fake_devices/expected.json", "tests/fake_devices"),
+        ("tests/launch/test_servers.py", "tests/failures tests/launch tests/parallel tests/test_orphans.py"),
+        ("pyproject.toml", "tests/crash"),
+        ("tests/tiny.py", "tests/cli"),
+        ("src/holdfast/errors.py", "tests/checkpoint"),
+        ("docs/index.md", ""),
+        ("", ""),
+    ],
+)
+def test_a_landing_runs_the_slow_tests_of_what_changed(tmp_path: Path, changed: str, selected: str) -> None:
+    """The script as it is, with a `make` that does nothing and a `git` that tells one file."""
+    for name, body in (("make", 'echo "make $*"'), ("git", f'test "$1" != diff || echo "{changed}"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOLDFAST_BASE": "base"}
+
+    done = subprocess.run(["bash", ".ci/run"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+
+    ran = [line.partition("TESTS=")[2] for line in done.stdout.splitlines() if "test-slow" in line]
+    left = done.stdout.rpartition("left to the night:")[2].strip()
+    assert selected in [*ran, *left.split(), "" if not ran and left == "none" else None]
+
+
 def test_every_hook_before_a_commit_calls_what_is_there() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
 
