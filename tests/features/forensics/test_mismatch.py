@@ -17,6 +17,7 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.features.forensics.mismatch import Fit, at_temperature, causes, fits, fits_without, verdict
 from holdfast.features.forensics.other_engines import fits_elsewhere, plain_copy
+from holdfast.models.layers.cache_argument import cache_argument, cache_of
 from holdfast.models.layers.routers import routers_of
 from holdfast.parallel.mesh import joined_world
 from holdfast.rollout.local.replica import Replica
@@ -125,8 +126,8 @@ def test_keys_and_values_of_older_weights_are_named(tmp_path: Path, world: Any) 
 
     @torch.no_grad()
     def told(tokens: torch.Tensor, size: int) -> torch.Tensor:
-        old = earlier.model(input_ids=tokens[None, :32], use_cache=True).past_key_values
-        logits = present(input_ids=tokens[None, 32:], past_key_values=old).logits[0, size - 33 : -1].float()
+        old = cache_argument(present, cache_of(earlier.model(input_ids=tokens[None, :32], use_cache=True)))
+        logits = present(input_ids=tokens[None, 32:], **old).logits[0, size - 33 : -1].float()
         return logits.log_softmax(-1).gather(1, tokens[size:, None])[:, 0]
 
     words, _ = told_of(sharded, groups(told), earlier)

@@ -20,6 +20,7 @@ from holdfast.features.forensics.mismatch import (
     fit_of,
     fits_on_the_rest,
 )
+from holdfast.models.layers.cache_argument import cache_argument, cache_of
 from holdfast.models.layers.routers import Routers, routers_of
 from holdfast.parallel.host_memory import live_tensors
 from holdfast.rollout.local.replica import Replica
@@ -104,8 +105,8 @@ def _behind_a_cache(earlier: Replica, present: Replica, block: int) -> _Logits:
         row = tokens[None].to(present.device)
         if cached == 0:
             return _whole(present)(tokens, size)
-        cache = earlier.model(input_ids=row[:, :cached], use_cache=True).past_key_values
-        scores: Tensor = present.model(input_ids=row[:, cached:], past_key_values=cache, use_cache=True).logits
+        cache = cache_argument(present.model, cache_of(earlier.model(input_ids=row[:, :cached], use_cache=True)))
+        scores: Tensor = present.model(input_ids=row[:, cached:], use_cache=True, **cache).logits
         return scores[0, size - 1 - cached : -1].float().cpu()
 
     return logits

@@ -19,6 +19,7 @@ from holdfast.errors import ModelError
 from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.heads import spans, towers
 from holdfast.models.heads.noise import EmbeddingNoise
+from holdfast.models.layers.cache_argument import cache_of
 from holdfast.models.layers.exchange import RowExchange
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
 from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_layer_of, reader_of
@@ -268,7 +269,7 @@ class PolicyModel(nn.Module):
                 use_cache=False,
                 **inputs,
             )
-        if getattr(output, "past_key_values", None) is not None:
+        if cache_of(output) is not None:
             raise ModelError(
                 f"{type(self.language_model).__name__} returned a key/value cache although none was asked for."
             )

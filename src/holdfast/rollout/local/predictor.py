@@ -15,6 +15,7 @@ from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.chunks.logits import HeadWeights, logits_of
+from holdfast.models.layers.cache_argument import cache_argument
 from holdfast.models.layers.family import HeadSpec, backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.layers.routers import Routers
@@ -86,13 +87,14 @@ class Predictor:
         """Where it computes."""
         return self.replica.device
 
-    def run(self, **inputs: Any) -> tuple[Any, Tensor | None]:
+    def run(self, cache: BlockCache, **inputs: Any) -> tuple[Any, Tensor | None]:
         """Run the backbone; return its output and which experts the tokens met, [T, layers, k], where that is told."""
+        backbone = backbone_of(self.replica.model)
         watched: AbstractContextManager[list[Tensor]] = nullcontext([])
         if self._routers is not None:
             watched = self._routers.choices()
         with watched as chosen:
-            output = backbone_of(self.replica.model)(use_cache=True, **inputs)
+            output = backbone(use_cache=True, **cache_argument(backbone, cache), **inputs)
         return output, torch.stack(chosen, 1) if chosen else None
 
     def step(
@@ -110,9 +112,9 @@ class Predictor:
         """
         positions, cache.states = cache.view.positions + state.ahead[:, None], state.layers
         output, met = self.run(
+            cache,
             input_ids=state.last[:, None],
             position_ids=positions.clamp(max=self.positions - 1) if has_fillers else positions,
-            past_key_values=cache,
             rows=cache,
         )
         hidden = output.last_hidden_state[:, 0]

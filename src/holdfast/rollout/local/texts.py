@@ -110,9 +110,9 @@ def compute_piece(predictor: Predictor, cache: BlockCache, waiting: Waiting, cou
     tokens = torch.from_numpy(waiting.text[start:end]).to(device)[None]
     positions = torch.from_numpy(waiting.positions[:, start:end]).to(device)  # [A, T]
     output, met = predictor.run(
+        cache,
         input_ids=predictor.replica.family.with_one_image_token(tokens),
         position_ids=positions if len(positions) == 1 else positions[:, None],
-        past_key_values=cache,
         rows=cache,
     )
     waiting.read = end
@@ -141,9 +141,9 @@ def _compute_together(predictor: Predictor, cache: BlockCache, several: Sequence
     cache.view = View(None, positions[0], max(lengths), torch.from_numpy(written).to(device))
     tokens = torch.from_numpy(np.concatenate([waiting.text for waiting in several])).to(device)[None]
     output, met = predictor.run(
+        cache,
         input_ids=predictor.replica.family.with_one_image_token(tokens),
         position_ids=positions[0] if len(positions) == 1 else positions,
-        past_key_values=cache,
         **merged_inputs([waiting.request for waiting in several], device),
         documents=Documents.of(tuple(lengths), device),
     )
