@@ -77,7 +77,6 @@ SLOW = {
 """Commands whose imports alone take more than three seconds."""
 
 
-@pytest.mark.cases("all")
 @pytest.mark.parametrize(
     "command", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in COMMANDS]
 )
