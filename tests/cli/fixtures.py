@@ -1,4 +1,4 @@
-"""The command in the process of the tests, and a small run that is there once."""
+"""The command in the process of the tests, and a small run, made once."""
 
 from __future__ import annotations
 
