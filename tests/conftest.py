@@ -58,51 +58,53 @@ def pytest_configure() -> None:
     end_with_this_process()
 
 
-PROCESSES = {"pools", "warm", "holdfast", "trained", "ground", "server"}
-"""Fixtures that start processes."""
+PROCESSES = {"pools", "warm", "trained", "ground", "server"}
+"""Fixtures that start processes or a run."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Mark all but some cases of a function that starts processes `slow`: two stay, or as many as `cases(n)` says.
+    """Mark all but two cases of a function `slow` where its own parameters name a fixture that starts processes.
 
-    The cases that stay are spread evenly, the first and the last among them; `cases("all")` keeps all, and
-    `cases("pairs")` as many as have every pair of values of two arguments.
+    The two are the first and the last. Of any function, `cases(n)` keeps n cases, spread evenly, `cases("all")` keeps
+    all, and `cases("pairs")` as many as have every pair of values of two arguments. A fixture behind another one does
+    not count: copies of what a session made once cost no process.
     """
     functions = defaultdict(list)
     for item in items:
         if not any(item.get_closest_marker(mark) for mark in ("slow", "gpu")):
             functions[item.nodeid.partition("[")[0]].append(item)
-    for cases in functions.values():
-        own = cases[0].get_closest_marker("cases")
-        starts = PROCESSES & {*cases[0].fixturenames} - {*getattr(cases[0], "callspec", _NoCase).params}
-        number = own.args[0] if own else 2 if starts else "all"
+    for alike in functions.values():
+        mark = alike[0].get_closest_marker("cases")
+        values = getattr(alike[0], "callspec", _NoCase).params
+        starts = PROCESSES & {*alike[0]._fixtureinfo.argnames} - {*values}
+        number = mark.args[0] if mark else 2 if starts else "all"
         if number != "all":
             stay = (
-                covering([case.callspec.indices for case in cases]) if number == "pairs" else spread(number, len(cases))
+                covering([item.callspec.indices for item in alike]) if number == "pairs" else spread(number, len(alike))
             )
-            for place in {*range(len(cases))} - stay:
-                cases[place].add_marker("slow")
+            for place in {*range(len(alike))} - stay:
+                alike[place].add_marker("slow")
     for item in items:
         if _shares_with_its_file(item) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def spread(number: int, total: int) -> set[int]:
-    """Return `number` places of `total`, the first and the last among them."""
+    """Return `number` places of `total`, spread evenly: the first, and from two on the last."""
     return {round(place * (total - 1) / max(number - 1, 1)) for place in range(number)}
 
 
-def covering(cases: list[Mapping[str, int]]) -> set[int]:
+def covering(indices: list[Mapping[str, int]]) -> set[int]:
     """Return places of cases that have every pair of values of two arguments, the case with most new ones first.
 
     Args:
-        cases: Of each case the arguments' names with the numbers of their values.
+        indices: Of each case the arguments' names with the numbers of their values.
     """
-    pairs = [{*combinations(sorted(case.items()), 2)} for case in cases]
+    pairs = [{*combinations(sorted(case.items()), 2)} for case in indices]
     stay, missing = set(), set().union(*pairs)
     while missing:
-        best = max(range(len(cases)), key=lambda place: len(pairs[place] & missing))
+        best = max(range(len(indices)), key=lambda place: len(pairs[place] & missing))
         stay.add(best)
         missing -= pairs[best]
     return stay

@@ -1,4 +1,4 @@
-"""The command as users start it, and the same with imports already made."""
+"""The command in the process of the tests, and a small run, made once."""
 
 from __future__ import annotations
 

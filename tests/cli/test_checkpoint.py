@@ -57,7 +57,6 @@ def test_path_prints_the_last_and_the_best_by_hand(checkpoint: Command, place: P
     assert "accuracy" in named
     assert {"loss,", "grad_norm,"} <= {*others.split()}
     said(named)
-    assert checkpoint("path", "runs/run", "--best", "loss", "--last").code == 2
 
 
 def test_show_says_what_is_inside(checkpoint: Command) -> None:

@@ -303,6 +303,22 @@ def test_two_names_of_one_step_are_one_step(checkpoint: Command, place: Path) ->
     assert checkpoint("verify", "runs/run").code == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "path runs/run --best loss --last",
+        "path runs/run --best loss --mode most",
+        f"export {of_step(4)} -o out --adapter --format torch",
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(checkpoint: Command, place: Path, words: str, said: Said) -> None:
+    done = checkpoint(*words.split())
+
+    assert (done.code, done.out) == (2, "")
+    said(done.err.strip())
+    assert not (place / "out").exists()
+
+
 @pytest.mark.parametrize("form", ["hf", "torch"])
 @pytest.mark.parametrize(
     "output",

@@ -1,4 +1,4 @@
-"""What needs no model: help, configuration, usage. Real processes, none of which imports torch."""
+"""What needs no model: help, configuration, usage; real processes where imports are counted."""
 
 from __future__ import annotations
 

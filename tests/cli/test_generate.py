@@ -292,13 +292,14 @@ def test_an_export_without_its_tokenizer_is_refused(place: Path, said: Said) -> 
     [
         (["--prompt", ""], "", [1, 1]),
         (["--prompt", "a", "--prompt", ""], "", [2, 2]),
+        (["--prompt", "a", "--prompt", "b\udcff"], "b\\udcff", [2, 2]),
         (["--prompt", "a" * 64], "", [1, 1, 64, 64]),
         (["--prompt", "aaaa", "--max-new-tokens", "61"], "--max-new-tokens", [1, 1, 4, 61, 64]),
         (["--prompt", "a", "--rows", "rows.jsonl"], "--prompt --rows", []),
         (["--rows", "none.jsonl"], "--rows none.jsonl:", []),
         (["--rows", "rows.jsonl", "--column", "x"], "rows.jsonl, 'x' prompt completion", [0]),
     ],
-    ids=["empty", "second empty", "too long", "no room", "two sources", "no file", "no column"],
+    ids=["empty", "second empty", "no UTF-8", "too long", "no room", "two sources", "no file", "no column"],
 )
 def test_prompts_that_cannot_be_completed_are_refused(
     place: Path, words: list[str], named: str, counts: list[float], said: Said

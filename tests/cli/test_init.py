@@ -14,10 +14,10 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.data.tasks.synthetic import character_tokenizer
-from tests.cli.fixtures import write_rows
+from tests.cli.fixtures import Command, write_rows
 from tests.cli.in_process import cli_in_process
 from tests.cli.screens import ended, numbers
-from tests.cli.warm import Done, WarmPython
+from tests.cli.warm import WarmPython
 from tests.messages import Said, lacks
 from tests.vision import picture, vision_directory
 
@@ -45,15 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_of("llama", tmp_path_factory.mktemp("small-model"))
 
 
-def holdfast(warm: WarmPython, folder: Path, *arguments: object) -> Done:
-    if arguments[0] in ("init", "data"):
-        return cli_in_process(*arguments, cwd=folder)
-    return warm.run("-m", "holdfast.cli.main", *arguments, cwd=folder)
-
-
-def initialised(warm: WarmPython, folder: Path, model: Path, rows: list[dict[str, Any]], *verb: str) -> dict[str, Any]:
+def initialised(folder: Path, model: Path, rows: list[dict[str, Any]], *verb: str) -> dict[str, Any]:
     write_rows(folder / "rows.jsonl", rows)
-    done = holdfast(warm, folder, "init", *verb, "--model", model, "--data", "rows.jsonl")
+    done = cli_in_process("init", *verb, "--model", model, "--data", "rows.jsonl", cwd=folder)
     assert done.code == 0, done.err
     text = (folder / "run.yaml").read_text()
     assert len(text.splitlines()) <= 40
@@ -118,19 +112,20 @@ CASES = [*DIAGONAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in AL
 def test_what_is_written_runs_as_it_is(warm: WarmPython, tmp_path: Path, shape: str, kind: str) -> None:
     rows, asked, verb = SHAPES[shape]
     model = model_of(kind, tmp_path / "model")
-    initialised(warm, tmp_path, model, rows, *(word for word in asked if word != "train"))
+    initialised(tmp_path, model, rows, *(word for word in asked if word != "train"))
 
-    done = holdfast(warm, tmp_path, verb, "run.yaml", "dry_run=true", "launch.device=cpu", "launch.ranks=1")
+    words = (verb, "run.yaml", "dry_run=true", "launch.device=cpu", "launch.ranks=1")
+    done = warm.run("-m", "holdfast.cli.main", *words, cwd=tmp_path)
 
     assert done.code == 0, done.err
     assert (tmp_path / "run.yaml").read_text().startswith(f"# holdfast {verb} ")
 
 
-def test_lengths_and_columns_are_those_of_the_rows(warm: WarmPython, tmp_path: Path, model: Path) -> None:
+def test_lengths_and_columns_are_those_of_the_rows(tmp_path: Path, model: Path) -> None:
     """A row has as many tokens as characters: 12 + 60 in one of 300 rows, 12 + 3 in others, and the end."""
     rows = [{"question": f"count {n:06}", "answer": "7" * (60 if n == 5 else 3)} for n in range(300)]
 
-    tree = initialised(warm, tmp_path, model, rows)
+    tree = initialised(tmp_path, model, rows)
 
     assert tree["data"] == {
         "path": "rows.jsonl", "columns": {"instruction": "question", "output": "answer"}, "max_length": 64,
@@ -153,10 +148,10 @@ def test_lengths_and_columns_are_those_of_the_rows(warm: WarmPython, tmp_path: P
     ],
 )
 def test_a_question_is_a_users_turn_where_there_is_a_chat_template(
-    warm: WarmPython, tmp_path: Path, said: Said, model: Path, row: dict[str, Any], columns: dict[str, str] | None
+    holdfast: Command, tmp_path: Path, said: Said, model: Path, row: dict[str, Any], columns: dict[str, str] | None
 ) -> None:
-    tree = initialised(warm, tmp_path, model, [row] * 8)
-    shown = holdfast(warm, tmp_path, "data", "preview", "run.yaml", "--row", "0")
+    tree = initialised(tmp_path, model, [row] * 8)
+    shown = holdfast("data", "preview", "run.yaml", "--row", "0")
 
     assert tree["data"].get("columns") == columns
     assert shown.code == 0, shown.err
@@ -174,7 +169,6 @@ def test_a_question_is_a_users_turn_where_there_is_a_chat_template(
     ],
 )
 def test_without_a_chat_template_a_question_is_plain_text(
-    warm: WarmPython,
     tmp_path: Path,
     said: Said,
     model: Path,
@@ -186,16 +180,14 @@ def test_without_a_chat_template_a_question_is_plain_text(
     shutil.copytree(model, place)
     (place / "chat_template.jinja").unlink()
 
-    tree = initialised(warm, tmp_path, place, [row] * 8)
+    tree = initialised(tmp_path, place, [row] * 8)
 
     assert tree["data"].get("columns") == columns
     said(comment_of((tmp_path / "run.yaml").read_text(), key))
 
 
-def test_prompts_that_hold_the_templates_own_tokens_stay_as_they_are(
-    warm: WarmPython, tmp_path: Path, said: Said, model: Path
-) -> None:
-    tree = initialised(warm, tmp_path, model, [{"prompt": "add 1<eos>", "completion": "1"}] * 8)
+def test_prompts_that_hold_the_templates_own_tokens_stay_as_they_are(tmp_path: Path, said: Said, model: Path) -> None:
+    tree = initialised(tmp_path, model, [{"prompt": "add 1<eos>", "completion": "1"}] * 8)
 
     assert "columns" not in tree["data"]
     comment = comment_of((tmp_path / "run.yaml").read_text(), "path: rows.jsonl")
@@ -203,31 +195,27 @@ def test_prompts_that_hold_the_templates_own_tokens_stay_as_they_are(
     said(comment)
 
 
-def test_a_template_that_closes_no_answer_is_named_in_the_first_file(
-    warm: WarmPython, tmp_path: Path, said: Said, model: Path
-) -> None:
+def test_a_template_that_closes_no_answer_is_named_in_the_first_file(tmp_path: Path, said: Said, model: Path) -> None:
     place = tmp_path / "open"
     shutil.copytree(model, place)
     (place / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
 
-    initialised(warm, tmp_path, place, [{"question": "add 1", "answer": "1"}] * 8)
+    initialised(tmp_path, place, [{"question": "add 1", "answer": "1"}] * 8)
 
     said(comment_of((tmp_path / "run.yaml").read_text(), "columns:"))
 
 
-def test_good_and_bad_answers_are_the_chosen_and_the_rejected_one(
-    warm: WarmPython, tmp_path: Path, model: Path
-) -> None:
-    tree = initialised(warm, tmp_path, model, [{"good": "add 1=1", "bad": "add 1=2"}] * 8, "dpo")
+def test_good_and_bad_answers_are_the_chosen_and_the_rejected_one(tmp_path: Path, model: Path) -> None:
+    tree = initialised(tmp_path, model, [{"good": "add 1=1", "bad": "add 1=2"}] * 8, "dpo")
 
     assert tree["data"]["columns"] == {"chosen": "good", "rejected": "bad"}
     assert tree["preference"] == {"loss": "dpo"}
 
 
-def test_a_policy_gets_a_reward_and_room_to_write(warm: WarmPython, tmp_path: Path, model: Path) -> None:
+def test_a_policy_gets_a_reward_and_room_to_write(tmp_path: Path, model: Path) -> None:
     rows = [{"question": f"count {n:06}", "answer": f"we count\n#### {n}"} for n in range(40)]
 
-    tree = initialised(warm, tmp_path, model, rows, "grpo")
+    tree = initialised(tmp_path, model, rows, "grpo")
 
     assert tree["reward"] == [{"kind": "math", "column": "answer"}]
     assert tree["rollout"] == {"group_size": 8, "max_new_tokens": 64}
@@ -238,10 +226,8 @@ def test_a_policy_gets_a_reward_and_room_to_write(warm: WarmPython, tmp_path: Pa
 def test_a_run_needs_no_file(warm: WarmPython, tmp_path: Path, model: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"add {n}=", "completion": str(n)} for n in range(40)])
 
-    done = holdfast(
-        warm, tmp_path, "sft", "--model", model, "--data", "rows.jsonl", "steps=2", "epochs=null", "launch.ranks=1",
-        "launch.device=cpu",
-    )  # fmt: skip
+    words = ("sft", "--model", model, "--data", "rows.jsonl", "steps=2", "epochs=null", "launch.ranks=1")
+    done = warm.run("-m", "holdfast.cli.main", *words, "launch.device=cpu", cwd=tmp_path)
 
     assert done.code == 0, done.err
     assert ended(done.out) == ("done", 2, "runs/sft")
@@ -268,7 +254,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "named"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
 def test_what_is_missing_or_not_for_the_verb_is_one_paragraph(
-    warm: WarmPython, tmp_path: Path, said: Said, arguments: list[str], named: str
+    holdfast: Command, tmp_path: Path, said: Said, arguments: list[str], named: str
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
     write_rows(tmp_path / "ab.jsonl", [{"question": "q", "a": "b", "b": "c"}])
@@ -276,7 +262,7 @@ def test_what_is_missing_or_not_for_the_verb_is_one_paragraph(
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "there.yaml").write_text("mine\n")
 
-    done = holdfast(warm, tmp_path, *arguments)
+    done = holdfast(*arguments)
 
     assert done.code == 2
     assert lacks(done.err, named) == []
@@ -317,16 +303,16 @@ IMAGES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("shape", IMAGES)
-def test_columns_of_images_are_recognised(warm: WarmPython, tmp_path: Path, seeing: Path, shape: str) -> None:
+def test_columns_of_images_are_recognised(holdfast: Command, tmp_path: Path, seeing: Path, shape: str) -> None:
     row, verb, expected = IMAGES[shape]
     (tmp_path / "rows").mkdir()
     picture(np.random.default_rng(0), 24, 33).save(tmp_path / "rows/0.png")
     write_rows(tmp_path / "rows/rows.jsonl", [row] * 12)
 
-    done = holdfast(warm, tmp_path, "init", *verb, "--model", seeing, "--data", "rows/rows.jsonl")
+    done = holdfast("init", *verb, "--model", seeing, "--data", "rows/rows.jsonl")
     assert done.code == 0, done.err
     data = yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]
-    checked = holdfast(warm, tmp_path, "data", "check", "run.yaml")
+    checked = holdfast("data", "check", "run.yaml")
 
     assert {name: data[name] for name in ("image_dir", "format") if name in data} == expected
     column = next(name for name in row if name in {"images", "image", "picture_path", "photo"})

@@ -110,6 +110,7 @@ def test_a_wrong_value_is_shown_with_what_it_should_be(mistakes: Mistakes, line:
         ("objective: path", "objective.path", ""),
         ("objective: {kind: path, path: f.py:g, extra: 1}", "objective.extra", ""),
         ("objective: {kind: path, path: 5}", "objective.path", "5"),
+        ("optim: {kind: path, path: my_optimizer.py}", "optim.path", "'my_optimizer.py' file.py:MyOptimizer"),
         ("parallel: {recompute: {kind: every_k, k: 0}}", "parallel.recompute.k", "0 1"),
         ("parallel: {recompute: {kind: full, k: 3}}", "parallel.recompute.k", "every_k"),
     ],

@@ -14,6 +14,7 @@ from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import parse_text
 from holdfast.errors import ConfigError
+from tests.messages import Said
 
 LEAST: dict[str, Any] = {"steps": 3, "model": {"path": "m"}, "data": {"path": "rows.jsonl"}}
 NEEDED: dict[str, dict[str, Any]] = {
@@ -81,10 +82,11 @@ def test_a_text_in_the_place_of_a_section_is_shown_inside_it(
     assert line.endswith(f" write {remedy}" if remedy else "'cpu'")
 
 
-def test_a_path_in_the_place_of_a_kind_is_shown_as_a_path() -> None:
+def test_a_path_in_the_place_of_a_kind_is_shown_as_a_path(said: Said) -> None:
     (line,) = mistakes("distill", {"teacher": "some/model"})
 
     assert line.endswith(" teacher: {path: some/model}")
+    said(line)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,12 @@ def test_keys_that_belong_to_one_shorthand_are_told_with_one_long_form() -> None
     assert [line.split(": ")[1] for line in lines] == ["optim.warmup_steps", "optim.final_ratio"]
 
 
-def test_a_key_of_a_kind_that_is_not_chosen_beside_it_is_told_with_the_kinds_that_have_it() -> None:
+def test_a_key_of_a_kind_that_is_not_chosen_beside_it_is_told_with_the_kinds_that_have_it(said: Said) -> None:
     (line,) = mistakes("dpo", {"preference": {"loss": "ipo", "label_smoothing": 0.1}})
 
     assert line.startswith("run.yaml: preference.label_smoothing: ")
     assert [kind for kind in ("ipo", "dpo", "robust") if kind not in line] == []
+    said(line)
 
 
 def test_a_key_of_a_function_given_as_a_shorthand_can_be_set_on_the_command_line() -> None:

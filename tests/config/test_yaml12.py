@@ -161,6 +161,13 @@ def test_a_key_twice_in_an_override_is_a_mistake() -> None:
         parse_value("{a: 1, a: 2}")
 
 
+def test_a_number_of_an_override_with_digits_without_end_is_a_mistake(said: Said) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_value("9" * 5000)
+
+    said(str(raised.value))
+
+
 # Letters, digits and signs in every order; control characters are PyYAML's own business.
 WORDS = st.text(st.characters(exclude_categories=["C", "Z"]) | st.sampled_from(" \n0123456789eEo.+-_"), min_size=1)
 PLAIN = st.recursive(

@@ -1,4 +1,4 @@
-"""`holdfast config import` as users start it: what is written, what is missing, and bad input."""
+"""`holdfast config import`: what is written, what is missing, and bad input."""
 
 from __future__ import annotations
 
