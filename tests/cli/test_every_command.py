@@ -35,6 +35,7 @@ CALLS = {
     "eval": Call("run.yaml --data rows.jsonl", 2),
     "generate": Call(f"{RUN} --prompt add --rows rows.jsonl", 2),
     "demo": Call(f"--seed {2**64}", 3),
+    "examples": Call("sft_sort"),
     "doctor": Call("--only versions"),
     "plan": Call("run.yaml --device none", 2),
     "env": Call(""),

@@ -78,3 +78,12 @@ def test_a_name_that_is_none_and_a_place_that_takes_no_files_are_refused(tmp_pat
     assert (unknown.code, lacks(unknown.err, "grpo_srt grpo_sort")) == (2, [])
     assert (blocked.code, lacks(blocked.err, "examples")) == (2, [])
     assert files_below(tmp_path) == {"examples": b"a file"}
+
+
+def test_a_demo_where_a_file_stands_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+
+    done = cli_in_process("demo", "--dir", "taken", cwd=tmp_path)
+
+    assert (done.code, lacks(done.err, "taken --dir")) == (2, [])
+    assert files_below(tmp_path) == {"taken": b"a file"}

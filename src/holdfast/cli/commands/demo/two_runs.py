@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from holdfast import patience
-from holdfast.errors import RunStopped
+from holdfast.errors import RunStopped, UserError
 from holdfast.files import python_module
 from holdfast.launch.environment import cuda_devices
 
@@ -48,9 +48,15 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
 
     Raises:
         RunStopped: A part of it failed; its own words were printed.
+        UserError: The directory cannot be made.
     """
     began = time.monotonic()
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{directory} cannot be a directory: {error.strerror or error}. Name another place: holdfast demo --dir DIR."
+        ) from error
     for name in ("sft", "grpo"):
         if (directory / name / "run.json").exists():
             shutil.rmtree(directory / name)
