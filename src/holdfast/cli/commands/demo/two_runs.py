@@ -55,7 +55,7 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{directory} cannot be a directory: {error.strerror or error}. Name another place: holdfast demo --dir DIR."
+            f"{directory} cannot be a directory: {error.strerror or error}. Name another place by --dir."
         ) from error
     for name in ("sft", "grpo"):
         if (directory / name / "run.json").exists():
