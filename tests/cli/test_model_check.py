@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import transformers
 from transformers import AutoConfig
 
 from holdfast.cli.commands.model import check
@@ -16,6 +15,7 @@ from holdfast.models.files.vision import image_side
 from tests.cli.screens import numbers
 from tests.messages import Said
 from tests.models.directories import config_of, write_directory
+from tests.versions import that_run
 from tests.vision_derived import derived_directory, derived_side
 
 EXPECTED = {
@@ -36,12 +36,7 @@ def lines_of(out: str) -> dict[str, str]:
     return {name: told[name] for name in ("lengths", "looked at", "attention", "rollouts", "lora")}
 
 
-LLAMA_4 = pytest.mark.skipif(
-    transformers.__version__.startswith("5.24."), reason="transformers 5.24 fails in Llama 4's own forward pass"
-)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[LLAMA_4] * (kind == "llama4")) for kind in EXPECTED])
+@pytest.mark.parametrize("kind", that_run(EXPECTED))
 def test_a_model_without_weights_is_looked_at_as_a_small_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], said: Said, kind: str
 ) -> None:

@@ -70,6 +70,7 @@ def test_the_operation_is_the_eager_form_with_its_gradients(
         assert_close(slope, expected_slope, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, of its check
 @pytest.mark.parametrize(("options", "with_sinks"), OPTIONS)
 def test_torch_finds_the_operation_well_formed(options: AttentionOptions, with_sinks: bool) -> None:
     lengths, branches = (5, 4), ((), (2, 1))
