@@ -21,6 +21,7 @@ from tests.rollout.recorders import Program, Steps
 from tests.rollout.test_continuous_batches import drawn_requests, engine_for, one_at_a_time
 from tests.rollout.test_graphs import assert_same, by_recordings
 from tests.rollout.test_inprocess import EOS, engine_of, origin_of, own_logprobs, reference, requests
+from tests.versions import skip_with
 
 SAMPLING = SamplingConfig(max_new_tokens=20, temperature=1.2)
 DECODED = ["qwen3_next", "lfm2", "falcon_h1"]
@@ -104,7 +105,10 @@ def test_no_more_rows_are_decoded_than_there_is_memory_for_beside_their_states()
     assert engine._state_blocks
 
 
-@pytest.mark.parametrize("kind", [*DECODED, "recurrent_gemma", "mamba"])
+MAMBA = pytest.param("mamba", marks=skip_with("transformers>=5.24", "Mamba takes a cache by the name of the others"))
+
+
+@pytest.mark.parametrize("kind", [*DECODED, "recurrent_gemma", MAMBA])
 def test_a_small_model_tells_which_architectures_are_decoded_so(kind: str) -> None:
     why = why_not_decoded(origin_of(hybrid(kind)))
 
