@@ -1,7 +1,8 @@
 # An image in which `make demo` and `make test` run, on CPUs or, with the NVIDIA runtime, on GPUs:
 #   docker build -t holdfast . && docker run --rm --shm-size 8g holdfast
 FROM python:3.11-slim-bookworm
-RUN apt-get update && apt-get install --yes --no-install-recommends git make procps && rm -rf /var/lib/apt/lists/*
+# On a GPU, Triton and torch's compiler call gcc and g++, and need Python's headers, which this image has.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ gcc git libc6-dev make procps && rm -rf /var/lib/apt/lists/*
 WORKDIR /holdfast
 # What is installed follows from these files alone, so that a change of code does not install anew.
 COPY Makefile pyproject.toml constraints.txt README.md LICENSE ./

@@ -70,6 +70,8 @@ class Patience:
 
     doctor_ranks_seconds: float = 120.0
     """For ranks to start and meet, where `holdfast doctor` tries them."""
+    doctor_compilers_seconds: float = 300.0
+    """For a Triton kernel and a compiled block to be built, where `holdfast doctor` tries them."""
     doctor_endpoint_seconds: float = 5.0
     """For an endpoint to name its models."""
 

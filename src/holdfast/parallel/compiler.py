@@ -34,6 +34,8 @@ class BlockCompiler:
         """What failed on this rank, in the order in which it failed."""
         self.tell: Callable[[str], object] | None = None
         """Is told each reason as it comes; None while reasons are only collected."""
+        self.begins: Callable[[], object] | None = None
+        """Is called before a graph is compiled."""
 
     def compile(self, block: nn.Module) -> None:
         """Compile a block's calls in place."""
@@ -44,6 +46,8 @@ class BlockCompiler:
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         """Compile a graph, as dynamo asks."""
+        if self.begins is not None:
+            self.begins()
         before = _copied(graph)
         try:
             if self.backend == "inductor":

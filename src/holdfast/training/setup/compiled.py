@@ -48,7 +48,15 @@ def check_compiled(sharded: ShardedModel, compiler: BlockCompiler, check: Callab
         leave_compiled(policy)
         return [*check(), f"blocks: not compiled, since the check before step 1 failed with them ({reason})"]
     compiler.tell = partial(_tell, setting.world.rank)
+    if setting.world.is_first:
+        compiler.begins = partial(_say_once, compiler)
     return [*lines, f"blocks: compiled in {_seconds_of_compiling() - before:.1f} s"]
+
+
+def _say_once(compiler: BlockCompiler) -> None:
+    """Say that a step waits for a compilation: rows of the check have one length, and lengths differ from step 1 on."""
+    print("blocks: compiled once more, for rows of any length; this step waits for it", flush=True)
+    compiler.begins = None
 
 
 def _tell(rank: int, reason: str) -> None:

@@ -26,6 +26,7 @@ from holdfast.data.content.counted import unexpected
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.data.survey import Survey
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.features.plan.checks.compilers import look_at_compilers
 from holdfast.features.plan.checks.findings import RANKS, Check, Finding, Grade, fail, ok, since, unknown, warn
 from holdfast.features.plan.checks.machine import (
     look_at_devices,
@@ -360,6 +361,7 @@ def checks_of_run(run: CheckedRun) -> list[Check]:
     checks = [
         Check("versions", look_at_versions),
         Check("devices", lambda: look_at_devices(launch)),
+        Check("compilers", lambda: look_at_compilers(launch) if run.config.compiles_blocks("cuda") else iter(())),
         Check("place", place),
         Check(RANKS, ranks),
         Check("tokenizer", lambda: look_at_tokenizer(run)),

@@ -28,6 +28,7 @@ from holdfast.config.quiet import unfit_torchvision
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.versions import installed, unmet_requirements, versions
 from holdfast.errors import HoldfastError, UserError
+from holdfast.features.plan.checks.compilers import look_at_compilers
 from holdfast.features.plan.checks.findings import RANKS, Check, Finding, fail, ok, since, unknown, warn
 from holdfast.files import python_module, size_words
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
@@ -48,6 +49,7 @@ def checks_of_machine(launch: LaunchConfig) -> list[Check]:
     return [
         Check("versions", look_at_versions),
         Check("devices", lambda: look_at_devices(launch)),
+        Check("compilers", lambda: look_at_compilers(launch)),
         Check(RANKS, lambda: look_at_ranks(launch, None)),
     ]
 
