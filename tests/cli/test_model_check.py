@@ -15,7 +15,6 @@ from holdfast.models.files.vision import image_side
 from tests.cli.screens import numbers
 from tests.messages import Said
 from tests.models.directories import config_of, write_directory
-from tests.versions import that_run
 from tests.vision_derived import derived_directory, derived_side
 
 EXPECTED = {
@@ -36,7 +35,7 @@ def lines_of(out: str) -> dict[str, str]:
     return {name: told[name] for name in ("lengths", "looked at", "attention", "rollouts", "lora")}
 
 
-@pytest.mark.parametrize("kind", that_run(EXPECTED))
+@pytest.mark.parametrize("kind", EXPECTED)
 def test_a_model_without_weights_is_looked_at_as_a_small_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], said: Said, kind: str
 ) -> None:

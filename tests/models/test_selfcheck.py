@@ -25,7 +25,6 @@ from tests.models.cases import checked
 from tests.models.directories import BLIND, KINDS, MULTIMODAL, model_of, write_directory
 from tests.models.sides import sides_of
 from tests.tiny import COMMON, tiny_model
-from tests.versions import that_run
 
 SHARING = BLIND["gemma4"]["text_config"] | {
     "num_hidden_layers": 12,
@@ -46,7 +45,7 @@ def policy_of(model: Any, spec: HeadSpec | None = None) -> PolicyModel:
     return PolicyModel(model, family, spec or right, padded=padded)
 
 
-@pytest.mark.parametrize("kind", that_run(KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_check_passes_in_the_form_that_auto_chooses(kind: str) -> None:
     policy = policy_of(model_of(kind))
 

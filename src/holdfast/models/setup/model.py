@@ -50,6 +50,7 @@ from holdfast.models.heads.scorer import (
 )
 from holdfast.models.layers.attention import PACKED, register_attention, upstream_attention
 from holdfast.models.layers.family import Family, family_of
+from holdfast.models.layers.llama4_output import give_image_outputs
 from holdfast.models.names import named_parameters
 from holdfast.models.setup.freezing import freeze
 
@@ -102,6 +103,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         ModelError: Files are missing or do not fit, a pattern matches nothing, the vocabulary is too small.
     """
     register_attention()
+    give_image_outputs()
     directory = None if config.path is None or live is not None else locate(config.path, config, base, weights=True)
     raw_config = _raw_config(config, directory, live)
     directories = _processor_directories(config, raw_config, directory, base, has_tokenizer=tokenizer is not None)
