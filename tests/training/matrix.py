@@ -27,6 +27,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.metrics.sink import read_metrics
 from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.files.vision import image_side
+from holdfast.models.layers.llama4_output import give_image_outputs
 from holdfast.models.setup.model import configured
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
@@ -145,6 +146,7 @@ def plain_logits(directory: Path, examples: list[Example], adapter: Path | None 
     """Return the logits [N, V] that predict the compared tokens, by plain transformers, and peft, from directories."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    give_image_outputs()  # transformers' own forward pass of Llama 4 fails without
     config = AutoConfig.from_pretrained(directory)
     model_type = config.model_type
     auto = AutoModelForImageTextToText if model_type in (*VISION, *DERIVED, *BLIND) else AutoModelForCausalLM
