@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,10 +56,13 @@ def _giving_up_after(seconds: float) -> Iterator[None]:
     caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     # A signal that is ignored, as nohup ignores SIGHUP, stays ignored.
     before = {number: signal.signal(number, give_up) for number in caught}
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    began = time.monotonic()
+    due, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+        if due:  # a timer of the process goes on, or rings now if it was due meanwhile
+            signal.setitimer(signal.ITIMER_REAL, max(due - (time.monotonic() - began), 1e-3), interval)
