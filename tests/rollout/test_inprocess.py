@@ -202,6 +202,7 @@ def test_new_weights_leave_nothing_of_the_old_ones() -> None:
         assert sampled.weights_version == 8
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_first_weights_take_no_more_memory_than_they_are(tied: bool) -> None:
     model = strong_model("qwen3", intermediate_size=2048, num_hidden_layers=4, tie_word_embeddings=tied)
