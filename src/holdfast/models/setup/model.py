@@ -95,8 +95,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         config: The section.
         base: The directory of the YAML.
         seed: Of a random start.
-        live: A transformers model in memory, instead of `path` or `config`.
-        tokenizer: A tokenizer in memory, instead of the configured one.
+        live, tokenizer: A transformers model and a tokenizer in memory, instead of the configured ones.
         scorer: Whether it scores whole texts, instead of predicting tokens.
 
     Raises:
