@@ -50,6 +50,16 @@ def test_a_version_out_of_bounds_is_refused_before_anything_is_written(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("number", ["2.11.0a0+git1a2b", "2.16.0.dev20261120+cu130", "2.11.0+cpu"])
+def test_a_build_before_a_release_counts_as_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    write_metadata(tmp_path, "holdfast", "9.0", "Requires-Dist: torch>=2.11")
+    write_metadata(tmp_path, "torch", number)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    assert installed("torch") == number
+    assert unmet_requirements() == []
+
+
 @pytest.mark.parametrize(
     ("torch", "torchvision", "fits"),
     [
@@ -58,6 +68,7 @@ def test_a_version_out_of_bounds_is_refused_before_anything_is_written(
         ("2.15.0", "0.30.0", True),
         ("2.13.0+cpu", "0.27.0", False),
         ("2.13.0+cpu", "0.28.0+cu130", False),
+        ("2.13.0a0+git1a2b", "0.28.0a0+git3c4d", True),
         ("2.13.0", None, True),
     ],
 )

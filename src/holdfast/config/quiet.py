@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Callable
 
@@ -57,7 +58,8 @@ def unfit_torchvision(installed: Callable[[str], str | None] = installed) -> str
     torch, torchvision = installed("torch"), installed("torchvision")
     if torch is None or torchvision is None:
         return ""
-    builds = [text.partition("+")[2] for text in (torch, torchvision)]
+    # Builds of one's own name a commit there, which says nothing.
+    builds = [re.findall(r"\+(cpu|cu\d+|rocm[\d.]+)$", text) for text in (torch, torchvision)]
     fits = int(torchvision.split(".")[1]) == int(torch.split(".")[1]) + _TORCHVISION_BEHIND
     return (
         ""

@@ -35,6 +35,12 @@ def unmet_requirements() -> list[str] | None:
     None where Holdfast has no metadata, as in a checkout on the import path.
     """
     from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    def fits(requirement: Requirement) -> bool:
+        number = installed(requirement.name)
+        # A nightly build, or 2.11.0a0 of a vendor's image, counts as the release that it becomes.
+        return number is not None and requirement.specifier.contains(Version(number).base_version)
 
     try:
         needed = [Requirement(text) for text in requires("holdfast") or ()]
@@ -43,7 +49,7 @@ def unmet_requirements() -> list[str] | None:
     return [
         f"{requirement.name} {installed(requirement.name) or 'is not installed'} (needed: {requirement.specifier})"
         for requirement in needed
-        if requirement.marker is None and not requirement.specifier.contains(installed(requirement.name) or "0")
+        if requirement.marker is None and not fits(requirement)
     ]
 
 

@@ -75,7 +75,8 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
     )
     layer_counts = [f"{len(targets)} layers"] * bool(targets) + [f"{len(stacks)} stacks of experts"] * bool(stacks)
     name = "lora (DoRA)" if section.dora else "lora"
-    note = f"{name}: rank {section.rank} on {' and '.join(layer_counts)}, {parameters:,} parameters trained{left_out}{_unused_library()}"
+    note = f"{name}: rank {section.rank} on {' and '.join(layer_counts)}, {parameters:,} parameters trained{left_out}"
+    note += _unused_library()
     return note if section.quantize is None else f"{note}; {_quantised(model, section, storage)}"
 
 
