@@ -26,7 +26,8 @@ from tests.checkpoint.damage import flip_a_bit, rewrite_manifest, zero_a_page
 
 FLIPS, PAGES = 1000, 300
 FAST_FLIPS, FAST_PAGES = 80, 30
-DEEP_FLIPS, DEEP_PAGES = 250, 80
+# A call of the ranks has a limit of time, which many loads on a busy machine pass.
+LOADS_A_CALL = 100
 SHARD = "dcp/__1_0.distcp"
 
 
@@ -45,12 +46,12 @@ def step_2(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run")) / "step-00000002"
 
 
-def load_each_damage(world: World, path: str, kind: str, count: int) -> tuple[Counter[str], bool]:
+def load_each_damage(world: World, path: str, kind: str, seed: int, count: int) -> tuple[Counter[str], bool]:
     """Damage, try to load, mend, and again; return what came of it, and whether the live model was touched."""
     import torch.distributed as dist
 
     damage = {"bit": flip_a_bit, "page": zero_a_page}[kind]
-    chance = random.Random(20261121)
+    chance = random.Random(seed)
     files = sorted(file for file in Path(path).rglob("*") if file.is_file())
     toy = build(world, seed=1)
     optimizer = optimizer_of(toy)
@@ -77,18 +78,16 @@ def load_each_damage(world: World, path: str, kind: str, count: int) -> tuple[Co
     [
         pytest.param("bit", FAST_FLIPS, id="07-bit flip in a shard or any other file"),
         pytest.param("page", FAST_PAGES, id="08-zeroed page of 4 KiB"),
-        pytest.param("bit", DEEP_FLIPS, marks=pytest.mark.slow, id="07-more flipped bits"),
-        pytest.param("page", DEEP_PAGES, marks=pytest.mark.slow, id="08-more zeroed pages"),
         pytest.param("bit", FLIPS, marks=pytest.mark.slow, id="07-many flipped bits"),
         pytest.param("page", PAGES, marks=pytest.mark.slow, id="08-many zeroed pages"),
     ],
 )
 def test_no_flipped_bit_and_no_zeroed_page_is_ever_loaded(pools: Any, step_2: Path, kind: str, count: int) -> None:
-    outcomes = pools(2).run(load_each_damage, str(step_2), kind, count)
-
-    for found, untouched in outcomes:
-        assert found == {"CheckpointCorrupt": count}
-        assert untouched
+    for first in range(0, count, LOADS_A_CALL):
+        loads = min(LOADS_A_CALL, count - first)
+        for found, untouched in pools(2).run(load_each_damage, str(step_2), kind, 20261121 + first, loads):
+            assert found == {"CheckpointCorrupt": loads}
+            assert untouched
 
 
 def truncated(size: int) -> Callable[[Path], None]:
