@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.compiler import BlockCompiler
+from holdfast.parallel.forms import Forms
 from holdfast.parallel.mesh import World
+from holdfast.training.directory import EVENTS
+from holdfast.training.setup import model
 from tests.distributed.cases import train
 from tests.training.cases import run
 
@@ -54,12 +61,56 @@ def train_compiled(
         }
 
 
-def runs_of_forms(world: World, trees: list[dict[str, Any]]) -> list[list[str]]:
-    """Run whole runs one after the other, by the compiler's front end; return what each printed of its form."""
+def runs_of_forms(world: World, trees: list[dict[str, Any]], failing: Sequence[int] = ()) -> list[list[str]]:
+    """Run whole runs one after the other, by the compiler's front end; return what each printed of its form.
+
+    Args:
+        world: Of this rank.
+        trees: Of the runs.
+        failing: Those of them whose compiler fails.
+    """
     printed = []
-    for tree in trees:
+    for number, tree in enumerate(trees):
         output = io.StringIO()
-        with compiled_by("aot_eager"), redirect_stdout(output):
+        with compiled_by(refused_by_its_machine if number in failing else "aot_eager"), redirect_stdout(output):
             run(world, tree)
         printed.append([line for line in output.getvalue().splitlines() if "added up in another order" in line])
     return printed
+
+
+def fails_after_the_check(world: World, values: dict[str, Any], failing: Sequence[int]) -> None:
+    """Run a whole run whose compiler fails on some ranks once step 1 has begun."""
+    front_end = torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        if world.rank in failing and (Path(values["run"]["dir"]) / values["run"]["name"] / EVENTS).exists():
+            refused_by_its_machine()
+        return front_end(graph, inputs)
+
+    with compiled_by(backend), redirect_stdout(io.StringIO()):
+        run(world, values)
+
+
+def train_as_on_a_card(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, Any]:
+    """Train where forms are timed and blocks compiled by default; the compiler's programs wait at every call.
+
+    Returns:
+        What `train` does, what was printed, and how many passes there were before step 1.
+    """
+    front_end = torch._dynamo.lookup_backend("aot_eager")
+
+    def slow(graph: Any, inputs: Any) -> Any:
+        program = front_end(graph, inputs)
+
+        def wait(*arguments: Any) -> Any:
+            time.sleep(0.02)
+            return program(*arguments)
+
+        return wait
+
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, compiled_by(slow), redirect_stdout(output):
+        patch.setattr(model, "Forms", lambda gather, timed: Forms(gather, timed=True))  # noqa: ARG005 - a card's
+        patch.setattr(SFTConfig, "compiles_blocks", lambda *_: True)
+        outcome = train(world, tree, rows, steps)
+    return outcome | {"printed": [line for line in output.getvalue().splitlines() if line.startswith("blocks: ")]}

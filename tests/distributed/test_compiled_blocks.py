@@ -5,6 +5,8 @@ Code of the compiler's back end runs in test_compile.py, which takes minutes.
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,12 @@ import pytest
 from holdfast.metrics.sink import read_metrics
 from holdfast.training.directory import events
 from tests.distributed.cases import rows_of, settings, train
-from tests.distributed.compile_cases import runs_of_forms, train_compiled
+from tests.distributed.compile_cases import (
+    fails_after_the_check,
+    runs_of_forms,
+    train_as_on_a_card,
+    train_compiled,
+)
 from tests.distributed.test_split_invariance import assert_same
 from tests.tiny import tiny_directory
 from tests.training.cases import run, tree
@@ -89,13 +96,68 @@ def test_a_resume_in_another_form_says_so_in_a_line_for_the_blocks_and_one_for_t
 
     order = "Sums are added up in another order, so numbers may differ by rounding"
     changes = [
+        f"note: blocks: not compiled; before this start compiled. {order}",
         "note: the head runs by torch's operations, 32 tokens at a time; until step 2 it was torch's operations, "
         f"64 tokens at a time. {order}",
-        f"note: blocks run eager; until step 2 they were compiled. {order}",
     ]
     assert printed == [[], changes, []]
-    starts = [(start["blocks"], start["head"]["chunk_tokens"]) for start in events(tmp_path / "forms" / "r", "start")]
-    assert starts == [("compiled", 64), ("eager", 32), ("eager", 32)]
+    starts = [
+        (start["forms"].get("blocks", 0), start["head"]["chunk_tokens"])
+        for start in events(tmp_path / "forms" / "r", "start")
+    ]
+    assert starts == [(1, 64), (0, 32), (0, 32)]
     forms, straight = (read_metrics(tmp_path / folder / "r" / "metrics.jsonl") for folder in ("forms", "straight"))
     assert [line["loss"] for line in forms] == pytest.approx([line["loss"] for line in straight], rel=1e-5)
     assert [line["step"] for line in forms] == [1, 2, 3, 4, 5]
+
+
+def test_a_compiler_that_fails_on_one_rank_in_a_step_is_an_event_and_a_column_and_the_run_ends_as_without(
+    pools: Any, tmp_path: Path
+) -> None:
+    trees = [tree(str(tmp_path / name), steps=3, parallel={"compile": "blocks"}) for name in ("failing", "sound")]
+
+    pools(2).run(fails_after_the_check, trees[0], (1,))
+    pools(2).run(fails_after_the_check, trees[1], ())
+
+    failing, sound = (read_metrics(tmp_path / name / "r" / "metrics.jsonl") for name in ("failing", "sound"))
+    assert [line["loss"] for line in failing] == pytest.approx([line["loss"] for line in sound], rel=1e-5)
+    assert [line.get("form/blocks") for line in failing] == [0.5, None, None]
+    assert [line.get("form/blocks") for line in sound] == [1.0, None, None]
+    chosen, *lost = events(tmp_path / "failing" / "r", "form")
+    assert (chosen["form"], chosen["value"], chosen["step"]) == ("blocks", 1, 1)
+    assert lost
+    assert {(event["form"], event["value"], event["rank"], event["step"]) for event in lost} == {("blocks", 0, 1, 1)}
+    assert "no C++ compiler was found" in lost[0]["reason"]
+    assert len(list(events(tmp_path / "sound" / "r", "form"))) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_compiled_blocks_that_are_slower_are_left_and_leave_no_bit_behind(
+    pools: Any, tmp_path: Path, ranks: int
+) -> None:
+    tree = settings(str(tiny_directory(tmp_path, "llama")))
+
+    expected = pools(ranks).run(train, tree, ROWS, 3)[0]
+    found = pools(ranks).run(train_as_on_a_card, tree, ROWS, 3)[0]
+
+    assert_same(found, expected, 0.0)
+    line = found["printed"][-1]
+    assert line.startswith("blocks: not compiled, since ")
+    speedups = [float(number) for number in re.findall(r"\d+\.\d\d", line)]
+    assert len(speedups) == 3
+    assert min(speedups) < 1
+
+
+def test_a_run_whose_blocks_did_not_compile_at_its_start_goes_on_uncompiled(pools: Any, tmp_path: Path) -> None:
+    def until(steps: int, folder: str, compile_: str) -> dict[str, Any]:
+        return tree(str(tmp_path / folder), steps=steps, parallel={"compile": compile_})
+
+    pools(1).run(runs_of_forms, [until(2, "mended", "blocks"), until(4, "mended", "blocks")], (0,))
+    pools(1).run(run, until(4, "eager", "off"))
+
+    mended, eager = (read_metrics(tmp_path / folder / "r" / "metrics.jsonl") for folder in ("mended", "eager"))
+    assert [line["loss"] for line in mended] == [line["loss"] for line in eager]
+    assert [line.get("form/blocks") for line in mended] == [0.0, None, 0.0, None]
+    for step in (2, 4):
+        saved = tmp_path / "mended" / "r" / "checkpoints" / f"step-0000000{step}" / "trainer.json"
+        assert json.loads(saved.read_text())["state"]["forms"] == {"blocks": 0}

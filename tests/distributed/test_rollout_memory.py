@@ -34,7 +34,7 @@ def counted(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
     with torch.no_grad(), engine.decoding(None) as decoding:
         decoding.submit([Request(0, np.arange(2, 10), (1,))])
         decoding.advance()
-        cache = decoding._on_device.cache
+        cache = decoding.on_device.cache
         taken = sum(tensor[0].nbytes for pair in cache.pairs.values() for tensor in pair)
     one = block_bytes(run.trained)
 

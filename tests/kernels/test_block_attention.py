@@ -296,7 +296,7 @@ def test_a_kernel_that_computes_otherwise_is_found_out_and_not_used(
 
     assert engine.in_place.agrees is False
     assert len(calls) == 2, "once in each layer"
-    lines = [line for line in capsys.readouterr().out.splitlines() if "rollouts gather" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "attention gathers" in line]
     assert len(lines) == 1
     assert "since the kernel that reads them in place differs by" in lines[0]
     assert_same(found, generate(engine_of(model), asked, SAMPLING))
@@ -338,7 +338,7 @@ def test_a_kernel_that_fails_is_named_and_blocks_are_gathered(capsys: pytest.Cap
     found = generate(engine, asked, SAMPLING)
 
     assert capsys.readouterr().out.splitlines() == [
-        "rollouts gather blocks of keys and values, since the kernel that reads them in place failed "
+        "rollouts: attention gathers blocks from here on, since the kernel that reads them in place failed "
         "(RuntimeError: Failed to find C compiler. Please specify via CC environment variable.)"
     ]
     assert_same(found, generate(engine_of(model), asked, SAMPLING))

@@ -89,7 +89,7 @@ def test_without_triton_the_comparison_names_it_and_the_head_is_torchs_again() -
     policy = PolicyModel(model, family_of(model), spec)
     first, _, second = documents(policy, None)
 
-    reason, _ = compare_forms(policy, pack([first, second], [Share(1.0, 1.0)] * 2, padded=False))
+    reason, *_ = compare_forms(policy, pack([first, second], [Share(1.0, 1.0)] * 2, padded=False))
 
     assert reason == "they failed (ModuleNotFoundError: No module named 'triton')"
     assert form_record(policy, torch.device("cpu")) == {"form": "kernels", "chunk_tokens": 16}

@@ -86,8 +86,8 @@ def test_rows_wait_rather_than_take_more_blocks_than_there_are(limit: int, recor
             done += [engine._sampled(row, finish) for row, finish in decoding.advance()]
             paused += sum(bool(waiting.rows[0].tokens) for waiting in decoding.waiting)
             assert decoding._blocks.used <= limit
-            assert decoding._on_device.cache.capacity <= limit + RESERVED
-            keys, _ = decoding._on_device.cache.pairs[0]
+            assert decoding.on_device.cache.capacity <= limit + RESERVED
+            keys, _ = decoding.on_device.cache.pairs[0]
             assert len(keys) <= limit + RESERVED
         left = decoding._blocks.used
 
@@ -120,7 +120,7 @@ def test_blocks_that_are_given_out_again_bring_nothing_of_the_rows_before() -> N
         decoding.submit(asked)
         while decoding.is_busy:
             done += [engine._sampled(row, finish) for row, finish in decoding.advance()]
-            for pair in decoding._on_device.cache.pairs.values():
+            for pair in decoding.on_device.cache.pairs.values():
                 for tensor in pair:
                     tensor[decoding._blocks._free] = float("nan")
         most = decoding._blocks.end - RESERVED
@@ -153,7 +153,7 @@ def test_rows_of_a_prompt_share_its_blocks_and_copy_the_last_one() -> None:
     with torch.no_grad(), engine.decoding(None) as decoding:
         decoding.submit([Request(0, prompt, tuple(range(8)))])
         decoding.begin_rows()
-        tables = decoding._on_device.tables
+        tables = decoding.on_device.tables
         used = decoding._blocks.used
 
     assert {tuple(table[:2]) for table in tables} == {tuple(tables[0][:2])}

@@ -116,7 +116,7 @@ def test_a_compiler_that_fails_or_errs_is_named_and_decoding_goes_on(
     for one in found:
         assert_same(one, generate(fused_engine(model, None), asked(5), HOW))
     (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith("rollouts record steps with layers that are not compiled: ") and words in said
+    assert said.startswith("rollouts: layers of recorded steps are not compiled from here on, since ") and words in said
     assert engine._recorder is not None
 
 

@@ -186,7 +186,7 @@ def test_models_that_ask_the_host_are_decoded_operation_by_operation(capsys: pyt
 
     assert_same(found, generate(engine_of(model), asked, FEW))
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("rollouts go on without graphs, operation by operation: a step cannot be recorded")
+    assert line.startswith("rollouts: steps run operation by operation from here on, since a step cannot be recorded")
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
@@ -199,7 +199,7 @@ def test_grouped_products_of_experts_ask_the_host_where_the_processor_computes_t
 
     assert_same(found, generate(engine_of(model, dtype=torch.float32), asked, FEW), 1e-5)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("rollouts go on without graphs, operation by operation: a step cannot be recorded")
+    assert line.startswith("rollouts: steps run operation by operation from here on, since a step cannot be recorded")
 
 
 def test_an_engine_records_anew_for_new_weights() -> None:
@@ -248,7 +248,7 @@ def test_what_cannot_be_recorded_is_decoded_operation_by_operation(
     assert_same(first, expected)
     assert_same(second, expected)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"rollouts go on without graphs, operation by operation: {why}")
+    assert line.startswith(f"rollouts: steps run operation by operation from here on, since {why}")
     assert len(recorder.buckets) == 1, "nothing is tried again"
 
 
@@ -280,16 +280,16 @@ class _AsksTheHost(DeviceRows):
 def test_a_step_that_asks_the_host_for_lengths_is_found_out_by_its_second_token() -> None:
     engine, asked = recorded_engine(reference("qwen3"), Program()), requests(2)
     with torch.no_grad(), engine.decoding(40) as decoding:
-        rows = decoding._on_device
+        rows = decoding.on_device
         rows.__class__ = _AsksTheHost
         decoding.submit(asked)
         decoding.begin_rows()
         rows.reserve(rows.missing_blocks(8))
-        rows._settle(8)
+        rows.settle(8)
         before = [tensor.clone() for tensor in rows.changed()]
 
         with pytest.raises(NotReplayable, match=r"recorded steps drew \d+ of 16 tokens otherwise"):
-            rows.run(8)
+            rows._drawing()
 
         assert all(torch.equal(one, other) for one, other in zip(rows.changed(), before, strict=True))
 
@@ -300,9 +300,9 @@ def test_a_recording_is_not_judged_by_rows_that_only_fill_its_bucket() -> None:
     with torch.no_grad(), engine.decoding(40) as decoding:
         decoding.submit(asked)
         decoding.begin_rows()
-        rows = decoding._on_device
+        rows = decoding.on_device
         rows.reserve(rows.missing_blocks(8))
-        rows._settle(8)
+        rows.settle(8)
 
         *of_rows, cursor = rows.changed()
 
@@ -373,4 +373,4 @@ def test_a_step_that_waits_for_the_device_is_decoded_operation_by_operation(caps
 
     assert_same(found, generate(engine_of(model, rows=8), asked, sampling), 1e-6)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("rollouts go on without graphs, operation by operation: a step cannot be recorded")
+    assert line.startswith("rollouts: steps run operation by operation from here on, since a step cannot be recorded")

@@ -27,8 +27,8 @@ from tests.rollout.test_inprocess import EOS, engine_of, origin_of, reference, r
 
 SAMPLING = SamplingConfig(max_new_tokens=12, temperature=1.3)
 OTHERS = (
-    "rollouts gather blocks of keys and values, since this model's layers do not attend to what the cache keeps, but "
-    "to what they make of it"
+    "rollouts: attention gathers blocks from here on, since this model's layers do not attend to what the cache keeps, "
+    "but to what they make of it"
 )
 
 

@@ -88,7 +88,7 @@ def test_a_model_that_gives_something_else_in_pieces_is_found_before_step_1(pool
     assert [rank["said"] for rank in sound] == [[], []]
     assert [rank["in pieces"] for rank in faulty] == [False, False], "one rank saw it, and all compute at once"
     ((said,), others) = (rank["said"] for rank in faulty)
-    assert said.startswith("rollouts compute long prompts at once, since in pieces they give something else: what ")
+    assert said.startswith("rollouts: long prompts are computed at once, since what ")
     assert others == []
 
 

@@ -138,7 +138,7 @@ def walked_with_long_prompts(world: World, tree: dict[str, Any], rows: Any, keep
     return {
         "in pieces": found,
         "still": engine.in_pieces,
-        "said": [line for line in printed.getvalue().splitlines() if "pieces" in line],
+        "said": [line for line in printed.getvalue().splitlines() if "long prompts" in line],
         "walked": walked,
         "loss": metrics["loss"],
     }

@@ -114,23 +114,6 @@ def _shard(policy: nn.Module, unit: ShardUnit, options: Mapping[str, Any]) -> No
             _gather_as_asked(modules[0])
 
 
-def compiled_blocks(policy: nn.Module) -> list[nn.Module]:
-    """Return the modules whose calls are compiled."""
-    # `_compiled_call_impl` is what `Module.compile` sets; a module has no public reader of it.
-    return [module for module in policy.modules() if getattr(module, "_compiled_call_impl", None) is not None]
-
-
-def block_form(policy: nn.Module) -> str:
-    """Return how blocks run, as it is recorded: compiled or eager."""
-    return "compiled" if compiled_blocks(policy) else "eager"
-
-
-def leave_compiled(policy: nn.Module) -> None:
-    """Let all modules run uncompiled from now on."""
-    for module in compiled_blocks(policy):
-        module._compiled_call_impl = None
-
-
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Return a function compiled for every shape it is called with."""
 

@@ -36,13 +36,20 @@ class BlockCompiler:
         """Is told each reason as it comes; None while reasons are only collected."""
         self.begins: Callable[[], object] | None = None
         """Is called before a graph is compiled."""
+        self._calls: list[tuple[nn.Module, Any]] = []
 
     def compile(self, block: nn.Module) -> None:
         """Compile a block's calls in place."""
         block.compile(backend=self)
         # torch keeps what `compile` made in `_compiled_call_impl` and looks there at every call.
         call: Any = block._compiled_call_impl
-        block._compiled_call_impl = self._suppressing(call)
+        self._calls.append((block, self._suppressing(call)))
+        self.use(1)
+
+    def use(self, value: int) -> None:
+        """Let blocks run compiled, or for 0 uncompiled."""
+        for block, call in self._calls:
+            block._compiled_call_impl = call if value else None
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         """Compile a graph, as dynamo asks."""

@@ -16,6 +16,7 @@ from holdfast.checkpoint.background import Status
 from holdfast.errors import HoldfastError
 from holdfast.metrics.sink import BY_OBSERVER
 from holdfast.parallel.collectives import RankGroup
+from holdfast.training.forms import LostForm, lost_forms
 from holdfast.training.observe import ask
 from holdfast.training.run import Run
 from holdfast.types import StepEvent
@@ -33,6 +34,8 @@ class Decision:
     """An evaluation belongs to this step, even if the run stops without it."""
     collect: bool = False
     """A save in the background has ended on every rank."""
+    lost: tuple[list[LostForm], ...] = ()
+    """Optional forms that ranks have given up in the step, in their order."""
 
     @property
     def needs_numbers(self) -> bool:
@@ -222,7 +225,8 @@ class Control:
             except HoldfastError as error:
                 first = error
         wants_save, self._requests.save = self._requests.save, False
-        rank_reports = self._run.setting.ranks.gather((self._requests.reason, wants_save, saving, first))
+        lost = lost_forms(self._run)
+        rank_reports = self._run.setting.ranks.gather((self._requests.reason, wants_save, saving, first, lost))
         decision = rank_reports[0][3]
         if isinstance(decision, HoldfastError):
             raise decision
@@ -230,10 +234,11 @@ class Control:
         signalled = next((reason for reason, *_ in rank_reports if reason is not None), None)
         return Decision(
             decision.stop if signalled is None else f"stopped by {signalled}",
-            decision.save or any(saves for _, saves, _, _ in rank_reports),
+            decision.save or any(saves for _, saves, *_ in rank_reports),
             decision.evaluate and signalled is None,
             decision.due,
-            all(status in {"done", "failed"} for _, _, status, _ in rank_reports),
+            all(status in {"done", "failed"} for _, _, status, *_ in rank_reports),
+            tuple(lost for *_, lost in rank_reports),
         )
 
     def _first_rank_decides(self, event: StepEvent) -> Decision:

@@ -31,8 +31,8 @@ from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.local.recurrent import agree_on_decoding, why_not_in_process
 from holdfast.rollout.sampling import Stops
+from holdfast.training.engine_forms import settle_forms
 from holdfast.training.observe import load_function
-from holdfast.training.pieces import settle_pieces
 from holdfast.training.rollout_memory import settle_blocks
 from holdfast.training.run import ShardedModel
 
@@ -131,7 +131,7 @@ def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
     with sharded.setting.ranks.together(), drained(tensors):
         engine.update_weights(tensors, sharded.state.updates)
     if isinstance(engine, InProcessEngine):
-        settle_pieces(sharded, engine)
+        settle_forms(sharded, engine)
 
 
 def build_engine(

@@ -12,6 +12,7 @@ from holdfast.checkpoint.errors import CheckpointError
 from holdfast.errors import RankFailed
 from holdfast.training import directory
 from holdfast.training.control import Control, Decision, StopRequests
+from holdfast.training.forms import FormNews, record_forms, resume_forms
 from holdfast.training.journal import Journal
 from holdfast.training.numbers import StepNumbers, measurements
 from holdfast.training.profiling import StepProfiler
@@ -127,6 +128,7 @@ class _Loop:
     def __post_init__(self) -> None:
         """Open the profiler, and decide when numbers are read."""
         self.profiler = StepProfiler(self.run.setting)
+        self.form_news = FormNews(self.run)
         if self.reads_late is None:
             self.reads_late = self.run.setting.world.device.type == "cuda"
 
@@ -136,6 +138,8 @@ class _Loop:
         evaluation = run.setting.config.evaluation
         if self._has_ended():
             return reason_to_end(run)
+        for line in resume_forms(run):
+            self.journal.say(line)
         self.journal.started()
         stopped = self._begin() or self._train()
         if is_end(stopped) and (evaluation.at_end or dry) and self.evaluated_at != state.step:
@@ -314,6 +318,7 @@ class _Loop:
     def _follow(self, decision: Decision) -> str | None:
         """Do what was decided after a step; return why the run stops."""
         run, stopped = self.run, decision.stop
+        self._tell_forms(decision)
         if decision.collect:
             self.journal.saved(self.checkpoints.collect())
         if self.pending[-1].update is not None:
@@ -339,6 +344,13 @@ class _Loop:
         if decision.save and stopped is None and not last:
             self.journal.saved(self.checkpoints.save(self.line))
         return stopped
+
+    def _tell_forms(self, decision: Decision) -> None:
+        """Record which optional forms are used; what changed gets an event and a column of the step."""
+        record_forms(self.run)
+        events, columns = self.form_news.take(decision.lost)
+        self.journal.forms(events)
+        self.pending[-1].line |= columns
 
     def _export(self, names: list[str]) -> None:
         for name in names:

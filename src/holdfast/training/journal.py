@@ -30,12 +30,13 @@ from holdfast.metrics.sink import (
 )
 from holdfast.models.heads.form import FormRecord, described, form_record
 from holdfast.optim.randomness import private_randomness
-from holdfast.parallel.apply import block_form
 from holdfast.parallel.failure.reports import Failure
+from holdfast.parallel.forms import OTHER_SUMS
 from holdfast.rewards.base import FAULTS
 from holdfast.text.escaping import escaped, escaped_paragraph
 from holdfast.training import directory
 from holdfast.training.directory import LOGS, MEMORY
+from holdfast.training.forms import EVENT
 from holdfast.training.run import Run
 from holdfast.types import Batch
 
@@ -141,26 +142,26 @@ class Journal:
         """Note a start that has something to do: when, and on how many of which devices."""
         world = self._run.setting.world
         head = form_record(self._run.trained.model, world.device)
-        blocks = block_form(self._run.trained.model)
         if world.is_first:
-            self._note_changes(head, blocks)
-        form: dict[str, Any] = {"blocks": blocks} | ({} if head is None else {"head": head})
+            self._note_chunks(head)
+        form: dict[str, Any] = {"forms": dict(self._run.trained.state.forms)} | ({} if head is None else {"head": head})
         if self._run.image_rules:
             form["images"] = dict(self._run.image_rules)
         self.event("start", time=time.time(), ranks=world.size, device=world.device.type, **form)
 
-    def _note_changes(self, head: FormRecord | None, blocks: str) -> None:
-        """Say what adds numbers up in another order than in the start before this one."""
-        starts = list(directory.events(self._run.setting.directory, "start"))
-        heads = [event["head"] for event in starts if "head" in event]
-        until, changes = f"until step {self._first_step}", []
+    def _note_chunks(self, head: FormRecord | None) -> None:
+        """Say that the head has other chunks than in the start before this one, and so another order of sums."""
+        heads = [event["head"] for event in directory.events(self._run.setting.directory, "start") if "head" in event]
         if head is not None and heads and heads[-1] != head:
-            changes.append(f"the head runs by {described(head)}; {until} it was {described(heads[-1])}")
-        before = starts[-1].get("blocks", "eager") if starts else blocks
-        if before != blocks:
-            changes.append(f"blocks run {blocks}; {until} they were {before}")
-        for change in changes:
-            self.say(f"note: {change}. Sums are added up in another order, so numbers may differ by rounding")
+            self.say(
+                f"note: the head runs by {described(head)}; until step {self._first_step} it was {described(heads[-1])}"
+                f". {OTHER_SUMS}"
+            )
+
+    def forms(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Note changes of optional forms."""
+        for event in events:
+            self.event(EVENT, **event)
 
     def report(self, line: Mapping[str, float], step: int | None = None) -> None:
         """Take a step's numbers, or an evaluation's; one over no sets has none.

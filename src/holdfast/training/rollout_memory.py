@@ -76,6 +76,7 @@ def deal_memory(  # noqa: PLR0913 - what is sampled, and what else takes memory
             free = sys.maxsize  # what the run would take, had it the memory
         engine.block_limit = min(ranks.gather(cache_blocks(sharded, rollout.rows, tokens, free)))
         engine.block_room = min(ranks.gather(blocks_with_room(sharded, free)))
+        engine.submit([], rollout)  # how its steps are tried before the first rollout
         engine.longest = tokens  # a row that was paused begins with what it has drawn
 
 

@@ -33,6 +33,7 @@ from holdfast.optim.averages import Averages
 from holdfast.optim.host_steps import HostSteps
 from holdfast.optim.reference_ema import FollowingModel
 from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.forms import Forms
 from holdfast.parallel.host_memory import HostOffload
 from holdfast.parallel.mesh import World
 from holdfast.parallel.plan import ShardPlan
@@ -144,6 +145,8 @@ class TrainState:
     cache_blocks: SavedCount = 0
     """Most blocks of keys and values that our own decoding has on a rank, since they decide which completions are
     decoded together. Set when that engine first has weights; 0 before, and where another engine samples."""
+    forms: dict[str, SavedCount] = field(default_factory=dict)
+    """Optional forms by name, 0 where the plain form is used; see parallel/forms.py."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
     companions: dict[str, TrainState] = field(default_factory=dict)
@@ -190,6 +193,8 @@ class ShardedModel:
     temperature: float = 1.0
     """Sampling temperature, by which logits are divided before log-probabilities are computed."""
     state: TrainState = field(default_factory=TrainState)
+    forms: Forms = field(default_factory=Forms)
+    """Optional forms of what it computes."""
     holds_averages: bool = False
     """Whether the parameters hold the averaged weights at the moment."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,26 @@ _DIRECTIONS = 8
 """Along which the gradient of the matrix is compared: two of them whole would need memory that no step needs."""
 
 
-def compare_forms(policy: PolicyModel, batch: Batch) -> tuple[str, float]:
+Act = Callable[[], object]
+
+
+class HeadComparison(NamedTuple):
+    """What a comparison has found."""
+
+    reason: str
+    """What differs beyond the limits or failed; "" for nothing."""
+    difference: float
+    """The largest one."""
+    times: Sequence[tuple[float, float]] = ()
+    """Seconds of the kernels and of torch's operations, by round."""
+
+
+def compare_forms(
+    policy: PolicyModel,
+    batch: Batch,
+    tokens: int = 0,
+    time: Callable[[Act, Act], Sequence[tuple[float, float]]] | None = None,
+) -> HeadComparison:
     """Compare a loss and its gradients at the head by the kernels and by torch's operations.
 
     All ranks call this together; whatever fails in a kernel, on one rank or all, is returned and not raised.
@@ -27,33 +48,51 @@ def compare_forms(policy: PolicyModel, batch: Batch) -> tuple[str, float]:
     Args:
         policy: Whose head takes the kernels.
         batch: On its device.
-
-    Returns:
-        What differs beyond the limits or failed, "" for nothing, and the largest difference.
+        tokens: Of the loss that is timed.
+        time: Times two actions; None where time does not matter.
     """
-    results: list[tuple[str, float]] = []
+    results: list[HeadComparison] = []
     targets = batch.tokens.flatten()[batch.scored]
 
     def look(hidden: Tensor, head: HeadWeights) -> None:
         # Triton, its compiler and the driver raise errors of many kinds; ranks are within a collective call here.
         try:
-            results.append(_compared(hidden, head, targets, policy.head_spec))
+            found = _compared(hidden, head, targets, policy.head_spec)
+            if not found.reason and time is not None:
+                found = found._replace(times=_timed(hidden, head, targets, policy.head_spec, tokens, time))
+            results.append(found)
         except Exception as error:  # noqa: BLE001 - as the comment says
             lines = str(error).strip().splitlines() or [""]
-            results.append((f"they failed ({type(error).__name__}: {lines[0]})", float("inf")))
+            results.append(HeadComparison(f"they failed ({type(error).__name__}: {lines[0]})", float("inf")))
 
     policy.show_predictors(batch, look)
     return results[0]
 
 
-def _compared(hidden: Tensor, head: HeadWeights, targets: Tensor, spec: HeadSpec) -> tuple[str, float]:
+def _timed(  # noqa: PLR0913, PLR0917 - what is computed, and how it is timed
+    hidden: Tensor,
+    head: HeadWeights,
+    targets: Tensor,
+    spec: HeadSpec,
+    tokens: int,
+    time: Callable[[Act, Act], Sequence[tuple[float, float]]],
+) -> Sequence[tuple[float, float]]:
+    """Time both over so many tokens, the few that were compared again and again."""
+    times = -(-tokens // len(targets))
+    states, labels = hidden.repeat(times, 1)[:tokens], targets.repeat(times)[:tokens]
+    plain = replace(spec, kernel_tokens=None)
+    return time(lambda: _numbers(states, head, labels, spec), lambda: _numbers(states, head, labels, plain))
+
+
+def _compared(hidden: Tensor, head: HeadWeights, targets: Tensor, spec: HeadSpec) -> HeadComparison:
     ours = _numbers(hidden, head, targets, spec)
     theirs = _numbers(hidden, head, targets, replace(spec, kernel_tokens=None))
     differences = {name: _difference(ours[name], theirs[name]) for name in theirs}
     name = max(differences, key=lambda name: differences[name])
     largest = differences[name]
     limit = LIMITS[hidden.dtype]
-    return ("" if largest <= limit else f"{name} differ from those of torch's operations by {largest:.1e}"), largest
+    reason = "" if largest <= limit else f"{name} differ from those of torch's operations by {largest:.1e}"
+    return HeadComparison(reason, largest)
 
 
 def _numbers(hidden: Tensor, head: HeadWeights, targets: Tensor, spec: HeadSpec) -> dict[str, Tensor]:

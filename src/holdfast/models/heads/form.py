@@ -34,9 +34,9 @@ def take_kernels(policy: PolicyModel, dtype: torch.dtype, device: torch.device, 
     return ""
 
 
-def leave_kernels(policy: PolicyModel) -> None:
-    """Return a policy's head to torch's operations."""
-    policy.head_spec = replace(policy.head_spec, kernel_tokens=None)
+def use_kernels(policy: PolicyModel, tokens: int) -> None:
+    """Let kernels sweep a policy's logits, so many tokens' at a time; for 0 torch's operations."""
+    policy.head_spec = replace(policy.head_spec, kernel_tokens=tokens or None)
 
 
 def form_record(policy: PolicyModel, device: torch.device) -> FormRecord | None:

@@ -104,7 +104,7 @@ class InPlace:
     """
 
     def __init__(self, kernel: Callable[[Operands], None] = run_kernel, *, planned: bool = False) -> None:
-        self._kernel, self._planned = kernel, planned
+        self._kernel, self.planned = kernel, planned
         self.agrees: bool | None = None
         """Whether steps read in place; None until one was computed both ways."""
         self.is_comparing = False
@@ -114,7 +114,12 @@ class InPlace:
         self._read: set[int] = set()
         """Layers whose keys and values attention got, as the cache had given them."""
         self._gaps: list[Tensor] = []
-        self._reason = ""
+        self.reason = ""
+        """Why blocks are gathered."""
+
+    def use(self, value: int) -> None:
+        """Let steps read blocks in place, or for 0 gather them."""
+        self.agrees = bool(value)
 
     def attend(self, given: Operands) -> Tensor:
         """Return [rows, heads, value size]."""
@@ -129,15 +134,13 @@ class InPlace:
             yield
         finally:
             self.is_comparing = False
-        if not self._reason and self._read != self._written:
-            self._reason = "this model's layers do not attend to what the cache keeps, but to what they make of it"
-        if not self._reason and self._gaps:
+        if not self.reason and self._read != self._written:
+            self.reason = "this model's layers do not attend to what the cache keeps, but to what they make of it"
+        if not self.reason and self._gaps:
             gap = float(host_value(torch.stack(self._gaps).max(), "attention over blocks in place"))
             if not gap <= 1:
-                self._reason = f"the kernel that reads them in place differs by {gap:.1e} times what rounding explains"
-        self.agrees = not self._reason
-        if self._reason and not self._planned:
-            print(f"rollouts gather blocks of keys and values, since {self._reason}", flush=True)
+                self.reason = f"the kernel that reads them in place differs by {gap:.1e} times what rounding explains"
+        self.agrees = not self.reason
 
     def note_written(self, layer: int) -> None:
         """Know that a layer's keys and values are written in the step that is compared."""
@@ -152,7 +155,7 @@ class InPlace:
             expected: What is used.
         """
         self._read.add(-1 if layer is None else layer)
-        if self._reason or given is None or self._planned:
+        if self.reason or given is None or self.planned:
             return
         # Triton, its compiler and the driver raise errors of many kinds, and none ends a rollout that can go on.
         try:
@@ -162,4 +165,4 @@ class InPlace:
             raise
         except Exception as error:  # noqa: BLE001 - as the comment says
             line = (str(error).strip().splitlines() or ["no reason given"])[0]
-            self._reason = f"the kernel that reads them in place failed ({type(error).__name__}: {line})"
+            self.reason = f"the kernel that reads them in place failed ({type(error).__name__}: {line})"

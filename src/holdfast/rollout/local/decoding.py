@@ -16,7 +16,7 @@ import torch
 from holdfast.rollout.engine import Request
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE
-from holdfast.rollout.local.graphs import CHECKED_STEPS, NotReplayable
+from holdfast.rollout.local.graphs import CHECKED_STEPS
 from holdfast.rollout.local.pieces import Pieces
 from holdfast.rollout.local.predictor import Predictor, RowState
 from holdfast.rollout.local.rows import DeviceRows
@@ -56,7 +56,7 @@ class Decoding:
         pieces: Pieces | None,
         state_blocks: int = 0,
     ) -> None:
-        self._predictor, self._on_device, self._blocks, self._stops = predictor, on_device, blocks, stops
+        self.predictor, self.on_device, self._blocks, self._stops = predictor, on_device, blocks, stops
         self._limit, self._configured_rows, self._most_rows, self._look_every = limit, most_rows, most_rows, look_every
         self._pieces, self._state_blocks = pieces, state_blocks
         self.rows: list[DecodedRow] = []
@@ -84,7 +84,7 @@ class Decoding:
             fit = self._blocks.limit // (self._row_blocks + _COPIES_OF_STATES * self._state_blocks)
             self._most_rows = max(1, min(self._configured_rows, fit))
         most = self._blocks.most(prompts, ahead, self._most_rows)
-        self._on_device.expect(self._blocks.used + most)
+        self.on_device.expect(self._blocks.used + most)
 
     def advance(self) -> list[tuple[DecodedRow, Finish]]:
         """Let waiting rows begin and draw tokens until the next look; return the rows that have ended."""
@@ -92,7 +92,7 @@ class Decoding:
         if self.rows:
             count = min(self._look_every, self._limit - max(len(row.tokens) for row in self.rows))
             self._reserve(count)
-            self._run(count)
+            self.on_device.run(count)
             ended += self._look()
         return ended
 
@@ -109,10 +109,15 @@ class Decoding:
 
     def step_at(self, length: int) -> None:
         """Draw a token in every row as if all had so many tokens, for plans."""
-        self._on_device.stretch(length)
+        self.on_device.stretch(length)
         self._reserve(1)
-        self._run(1)
-        self._on_device.look()
+        self.on_device.run(1)
+        self.on_device.look()
+
+    def prepare(self, count: int) -> None:
+        """Give rows the memory for so many tokens more."""
+        self._reserve(count)
+        self.on_device.settle(count)
 
     def abort(self) -> list[tuple[DecodedRow, Finish]]:
         """Give all rows up and return them."""
@@ -163,8 +168,8 @@ class Decoding:
         self, rows: Sequence[DecodedRow], texts: Sequence[Waiting], ahead: Sequence[int]
     ) -> tuple[RowState, dict[int, tuple[DecodedRow, Finish]]]:
         """Draw the token behind each row's text; return the rows' state, and by index those that end with it."""
-        state = state_of(self._predictor, rows, ahead, texts)
-        drawn = self._predictor.draw(torch.stack([waiting.computed for waiting in texts]), state)
+        state = state_of(self.predictor, rows, ahead, texts)
+        drawn = self.predictor.draw(torch.stack([waiting.computed for waiting in texts]), state)
         tokens, logprobs = (host_value(part, "drawn tokens").tolist() for part in drawn)
         ended = {}
         for index, (row, waiting) in enumerate(zip(rows, texts, strict=True)):
@@ -188,19 +193,19 @@ class Decoding:
             elif len(self.rows) >= self._most_rows or not self._blocks.has(needed + 1 + len(self.rows)):
                 return
             self._take_blocks([waiting])
-        self._pieces.advance(self._predictor, self._on_device.cache, waiting)
+        self._pieces.advance(self.predictor, self.on_device.cache, waiting)
 
     def _take_blocks(self, several: Sequence[Waiting]) -> None:
         """Give texts blocks of their own."""
         for waiting in several:
             waiting.blocks = self._blocks.take(self._blocks.needed(waiting.length))
-        self._on_device.fit_memory()
-        self._on_device.cache.clear([waiting.blocks[-1] for waiting in several])
+        self.on_device.fit_memory()
+        self.on_device.cache.clear([waiting.blocks[-1] for waiting in several])
 
     def _compute(self, several: Sequence[Waiting]) -> None:
         """Compute texts, in blocks of their own."""
         self._take_blocks(several)
-        compute_texts(self._predictor, self._on_device.cache, several)
+        compute_texts(self.predictor, self.on_device.cache, several)
 
     def _join(self, state: RowState, going: Sequence[tuple[DecodedRow, Waiting, int, int]]) -> None:
         """Take rows into slots.
@@ -212,7 +217,7 @@ class Decoding:
         if going:
             rows, texts, lengths, index = zip(*going, strict=True)
             tables = self._tables_of(texts, lengths)
-            self._on_device.add(state.of(torch.tensor(index).to(self._predictor.device)), lengths, tables)
+            self.on_device.add(state.of(torch.tensor(index).to(self.predictor.device)), lengths, tables)
             self.rows += rows
 
     def _tables_of(self, texts: Sequence[Waiting], lengths: Sequence[int]) -> list[list[int]]:
@@ -226,13 +231,13 @@ class Decoding:
                 targets += self._blocks.take(1)
                 table.append(targets[-1])
             tables.append(table)
-        self._on_device.fit_memory()
-        self._on_device.cache.copy(sources, targets)
+        self.on_device.fit_memory()
+        self.on_device.cache.copy(sources, targets)
         return tables
 
     def _reserve(self, count: int) -> None:
         """Give rows blocks for so many tokens more; where there are not enough, pause the rows that began last."""
-        while not self._blocks.has(sum(missing := self._on_device.missing_blocks(count))):
+        while not self._blocks.has(sum(missing := self.on_device.missing_blocks(count))):
             if self._forget_texts(None):
                 continue
             assert len(self.rows) > 1, "one row alone has room"
@@ -240,7 +245,7 @@ class Decoding:
             paused = self.rows[last]
             self._drop([last])
             self.waiting.appendleft(Waiting(paused.request, deque([paused])))
-        self._on_device.reserve(missing)
+        self.on_device.reserve(missing)
 
     def _forget_texts(self, spared: Waiting | None) -> bool:
         """Give the blocks of texts back whose rows wait, but for one; return whether there were any."""
@@ -250,16 +255,9 @@ class Decoding:
             waiting.blocks, waiting.hidden, waiting.read, waiting.choices, waiting.layers = [], None, 0, None, {}
         return bool(computed)
 
-    def _run(self, count: int) -> None:
-        try:
-            self._on_device.run(count)
-        except NotReplayable as reason:
-            print(f"rollouts go on without graphs, operation by operation: {reason}", flush=True)
-            self._on_device.run(count)
-
     def _look(self) -> list[tuple[DecodedRow, Finish]]:
         """Bring what was drawn to the host, drop the rows that have ended, and return them."""
-        drawn, ended = self._on_device.look(), {}
+        drawn, ended = self.on_device.look(), {}
         for number, row in enumerate(self.rows):
             if drawn.choices is not None:
                 row.choices += list(drawn.choices[number])
@@ -287,6 +285,6 @@ class Decoding:
     def _drop(self, numbers: Sequence[int]) -> None:
         if not numbers:
             return
-        for source, target in self._on_device.remove(numbers):
+        for source, target in self.on_device.remove(numbers):
             self.rows[target] = self.rows[source]
-        del self.rows[len(self._on_device) :]
+        del self.rows[len(self.on_device) :]

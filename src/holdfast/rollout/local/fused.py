@@ -29,6 +29,9 @@ from holdfast.rollout.local.predictor import Predictor
 Compiler = str | Callable[..., Any]
 """A backend of torch.compile."""
 
+LoseForm = Callable[[str, str], object]
+"""Is told the name of an optional form that is given up, and the reason."""
+
 MOST_PROGRAMS = 64
 """Of one function; dynamo runs it uncompiled beyond. Steps of one row and of several are programs of their own."""
 
@@ -53,6 +56,10 @@ class CompiledLayers:
             self._calls.append((layer, layer._compiled_call_impl))
             layer._compiled_call_impl = None
 
+    def use(self, value: int) -> None:
+        """Let steps be recorded with compiled layers, or for 0 with the layers as they are."""
+        self.are_sound = bool(value)
+
     @contextmanager
     def used(self) -> Iterator[None]:
         """Let layers run compiled within the block."""
@@ -72,29 +79,43 @@ class CompiledLayers:
                     layer._compiled_call_impl = None
 
 
-def fused_graph(recorder: Recorder, rows: Replayable, predictor: Predictor, layers: CompiledLayers | None) -> DrawToken:
-    """Return the recording of a step, with compiled layers where they do what the layers do; see `recorded_graph`.
+def compiled_graph(recorder: Recorder, rows: Replayable, predictor: Predictor, layers: CompiledLayers) -> DrawToken:
+    """Return the recording of a step with compiled layers, which do what the layers do; see `recorded_graph`.
+
+    Raises:
+        NotReplayable: The layers are not compiled, they do something else, or the step cannot be recorded.
+    """
+    dtype = predictor.replica.model.dtype
+    try:
+        _compare(rows, predictor, layers, TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
+        with layers.used():
+            return recorded_graph(recorder, rows, dtype)
+    except (torch.OutOfMemoryError, NotReplayable):
+        raise
+    except Exception as error:  # noqa: BLE001 - compilers raise errors of many kinds
+        # A compiler's first line names the backend, and the second says what it refused.
+        reason = " ".join((str(error).strip() or "no reason given").splitlines()[:2])
+        message = f"{type(error).__name__}: {reason:.400}"
+        raise NotReplayable(message) from None
+
+
+def step_graph(
+    recorder: Recorder, rows: Replayable, predictor: Predictor, layers: CompiledLayers | None, lose: LoseForm
+) -> DrawToken:
+    """Return the recording of a step, with compiled layers unless they are given up; see `recorded_graph`.
 
     Raises:
         NotReplayable: The step cannot be recorded, with compiled layers or without.
     """
-    dtype = predictor.replica.model.dtype
     if layers is not None and layers.are_sound:
         try:
-            _compare(rows, predictor, layers, TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
-            with layers.used():
-                return recorded_graph(recorder, rows, dtype)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - compilers raise errors of many kinds
-            if isinstance(error, NotReplayable) and error.__cause__ is not None:
+            return compiled_graph(recorder, rows, predictor, layers)
+        except NotReplayable as error:
+            if error.__cause__ is not None:
                 raise  # the recording failed in its midst, and none may be tried after it
-            layers.are_sound = False
-            kind = "" if isinstance(error, NotReplayable) else f"{type(error).__name__}: "
-            # A compiler's first line names the backend, and the second says what it refused.
-            reason = " ".join((str(error).strip() or "no reason given").splitlines()[:2])
-            print(f"rollouts record steps with layers that are not compiled: {kind}{reason:.400}", flush=True)
-    return recorded_graph(recorder, rows, dtype)
+            layers.use(0)
+            lose("layers", str(error))
+    return recorded_graph(recorder, rows, predictor.replica.model.dtype)
 
 
 def _compare(rows: Replayable, predictor: Predictor, layers: CompiledLayers, limit: float) -> None:
@@ -112,17 +133,17 @@ def _compare(rows: Replayable, predictor: Predictor, layers: CompiledLayers, lim
     Raises:
         NotReplayable: They lie further apart.
     """
-    before = _copies(rows)
+    before = copied(rows)
     try:
         for number in range(CHECKED_STEPS):
-            start = _copies(rows)
+            start = copied(rows)
             with predictor.watched() as seen:
                 rows.step()
-            tokens, after = rows.written(CHECKED_STEPS)[0][:, number].clone(), _copies(rows)
-            _put(rows, start)
+            tokens, after = rows.written(CHECKED_STEPS)[0][:, number].clone(), copied(rows)
+            put_back(rows, start)
             with layers.used(), predictor.watched() as seen_compiled:
                 rows.step()
-            _put(rows, after)
+            put_back(rows, after)
             (expected, spread), (found, _) = (
                 predictor.logprobs(hidden[: len(tokens)], tokens) for (hidden,) in (seen, seen_compiled)
             )
@@ -131,13 +152,15 @@ def _compare(rows: Replayable, predictor: Predictor, layers: CompiledLayers, lim
                 message = f"log-probabilities are {gap:.1e} of the logits' spread from those of the layers themselves"
                 raise NotReplayable(message)
     finally:
-        _put(rows, before)
+        put_back(rows, before)
 
 
-def _copies(rows: Replayable) -> list[Tensor]:
+def copied(rows: Replayable) -> list[Tensor]:
+    """Return copies of what a step changes."""
     return [tensor.clone() for tensor in rows.changed()]
 
 
-def _put(rows: Replayable, values: list[Tensor]) -> None:
+def put_back(rows: Replayable, values: list[Tensor]) -> None:
+    """Put rows back to where copies were made."""
     for tensor, value in zip(rows.changed(), values, strict=True):
         tensor.copy_(value)

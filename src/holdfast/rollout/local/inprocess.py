@@ -18,18 +18,20 @@ from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import output_layer_of
 from holdfast.models.setup.model import Blueprint
+from holdfast.parallel.forms import Candidate, Forms, Standing
 from holdfast.rollout.engine import Interrupted, Sampled, TurnSource
 from holdfast.rollout.local.block_attention import InPlace
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, CACHED, BlockCache, register_cache
 from holdfast.rollout.local.decoding import Decoding
 from holdfast.rollout.local.fused import CompiledLayers, Compiler
-from holdfast.rollout.local.graphs import Recorder
+from holdfast.rollout.local.graphs import CHECKED_STEPS, Recorder
 from holdfast.rollout.local.pieces import Pieces, why_whole
 from holdfast.rollout.local.predictor import Predictor
 from holdfast.rollout.local.replica import Replica, ReplicaEngine, for_few_rows
 from holdfast.rollout.local.rows import DeviceRows
 from holdfast.rollout.local.texts import DecodedRow, state_blocks
+from holdfast.rollout.local.trial import Trial, made_up
 from holdfast.rollout.sampling import Stops
 from holdfast.types import Finish
 
@@ -85,6 +87,9 @@ class InProcessEngine(ReplicaEngine):
         """Most tokens of a text that a row begins with, as far as that is known."""
         self.in_pieces: bool | None = None
         """Whether texts longer than a piece are computed in pieces; None, as long as nobody looked, for at once."""
+        self.forms = Forms()
+        """What is told of optional forms that are given up."""
+        self._settled = False
         self._recorder = None if tells_experts else recorder
         records = self._recorder is not None
         self._layers = CompiledLayers(self._replica.model, compiler) if records and compiler is not None else None
@@ -139,6 +144,7 @@ class InProcessEngine(ReplicaEngine):
             layers=self._layers,
             most_blocks=None if longest is None else blocks.needed(longest),
             look_every=self._look_every,
+            lose=self.forms.lose,
         )
         decoding = Decoding(
             predictor,
@@ -157,6 +163,39 @@ class InProcessEngine(ReplicaEngine):
             on_device.close()
             if longest is not None and not on_device.records:
                 self._recorder = None
+
+    @torch.no_grad()
+    def choose_forms(self, forms: Forms) -> list[Standing]:
+        """Choose the optional forms of what this engine computes, once; all ranks call this together.
+
+        Args:
+            forms: Of the policy.
+
+        Returns:
+            The forms that were chosen.
+        """
+        if self._settled:
+            return []
+        self._settled, self.forms, chosen = True, forms, []
+        if self.longest > self.piece and not self._replica.family.recurrent:
+            use = lambda value: setattr(self, "in_pieces", bool(value))  # noqa: E731 - a switch
+            chosen.append(forms.choose(Candidate("prompts", use, self.why_whole)))
+        steps = min(self._look_every, self._sampling.max_new_tokens - 1)
+        if steps < CHECKED_STEPS or (self.in_place is None and self._recorder is None):
+            return chosen
+        request = made_up(self._predictor(), self._rows, self.longest)
+        longest = len(request.prompt) + self._sampling.max_new_tokens
+        with self._replica.for_few_rows(), self.decoding(longest, planned=True) as decoding:
+            trial = Trial(decoding, request, steps)
+            if self.in_place is not None:
+                chosen.append(trial.choose_attention(forms, self.in_place))
+            if self._recorder is not None:
+                chosen += trial.choose_graphs(forms, self._recorder, self._layers, self._use_recorder)
+        return chosen
+
+    def _use_recorder(self, value: int) -> None:
+        if not value:
+            self._recorder = None
 
     @torch.no_grad()
     def why_whole(self) -> str:

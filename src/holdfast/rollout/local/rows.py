@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.parallel.forms import Forms
 from holdfast.rollout.local.blocks import PADDING, RESERVED, SCRATCH, Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, View
-from holdfast.rollout.local.fused import CompiledLayers, fused_graph
+from holdfast.rollout.local.fused import CompiledLayers, LoseForm, step_graph
 from holdfast.rollout.local.graphs import CHECKED_STEPS, DrawToken, NotReplayable, Recorder
 from holdfast.rollout.local.predictor import Predictor, RowState
 from holdfast.types import host_value
@@ -110,6 +111,7 @@ class DeviceRows:
         layers: The model's, compiled for steps that are recorded; None where they are not.
         most_blocks: Blocks that no row will exceed, where that is known.
         look_every: Most steps between two looks.
+        lose: Is told of optional forms that are given up; default: they are printed.
     """
 
     def __init__(  # noqa: PLR0913 - what a step is made of
@@ -122,7 +124,9 @@ class DeviceRows:
         layers: CompiledLayers | None = None,
         most_blocks: int | None = None,
         look_every: int = 1,
+        lose: LoseForm | None = None,
     ) -> None:
+        self._lose = lose or Forms().lose
         self._predictor, self.cache, self._blocks, self._recorder = predictor, cache, blocks, recorder
         self._layers, self._most_blocks, self._look_every = layers, most_blocks, look_every
         self._replays: dict[Bucket, DrawToken] = {}
@@ -227,39 +231,42 @@ class DeviceRows:
         self.close()  # what was recorded speaks of memory that is gone
 
     def run(self, count: int) -> None:
-        """Draw that many tokens in every row, at most `look_every`, for which blocks are reserved.
-
-        Raises:
-            NotReplayable: Nothing was drawn; no steps are recorded from now on.
-        """
+        """Draw that many tokens in every row, at most `look_every`, for which blocks are reserved."""
         assert count <= self._look_every
-        self._settle(count)
-        self._compare_attention()
-        draw_token: DrawToken = self.step
-        if self._recorder is not None:
-            replay = self._replays.get(self._bucket)
-            if replay is None:
-                try:
-                    replay = fused_graph(self._recorder, self, self._predictor, self._layers)
-                    self._replays[self._bucket] = replay
-                except NotReplayable:
-                    self.close()
-                    self._recorder = None
-                    raise
-            draw_token = replay
+        self.settle(count)
+        in_place = self.cache.in_place
+        if in_place is not None and in_place.agrees is None:
+            self.compare_attention()
+            if in_place.reason and not in_place.planned:
+                self._lose("attention", in_place.reason)
+        try:
+            draw_token = self._drawing()
+        except NotReplayable as reason:
+            self.close()
+            self._recorder = None
+            self._lose("steps", str(reason))
+            self.settle(count)
+            draw_token = self.step
         for _ in range(count):
             draw_token()
             self.lengths += 1
             self._unseen += 1
 
-    def _compare_attention(self) -> None:
-        """Find out whether blocks can be read in place, if nobody knows: by a step of some rows, which draws nothing.
+    def _drawing(self) -> DrawToken:
+        """Return what draws a token in every row: the step, or its recording."""
+        if self._recorder is None:
+            return self.step
+        if self._bucket not in self._replays:
+            self._replays[self._bucket] = step_graph(self._recorder, self, self._predictor, self._layers, self._lose)
+        return self._replays[self._bucket]
+
+    def compare_attention(self) -> None:
+        """Find out whether blocks can be read in place, by a step of some rows, which draws nothing.
 
         Nothing of it is used, so that what rows draw does not follow from what this process has compared.
         """
         in_place = self.cache.in_place
-        if in_place is None or in_place.agrees is not None:
-            return
+        assert in_place is not None
         whole, lengths = self._now, self.lengths
         self._part, self.lengths = whole.first(_COMPARED_ROWS, whole.tables.shape[1]), lengths[:_COMPARED_ROWS]
         before = [tensor.clone() for tensor in self.changed()]
@@ -322,7 +329,7 @@ class DeviceRows:
         assert self._part is not None
         return self._part
 
-    def _settle(self, count: int) -> None:
+    def settle(self, count: int) -> None:
         """Choose the bucket of the next steps, and bring the rows' blocks to the device."""
         assert self._unseen == 0 and self._memory is not None
         rows, blocks = len(self), self._blocks.needed(int(self.lengths.max()) + count)

@@ -195,6 +195,7 @@ def trained_of(sharded: ShardedModel, total_steps: int | None) -> Trained:
         model=sharded.model,
         temperature=sharded.temperature,
         state=sharded.state,
+        forms=sharded.forms,
         optimizer=optimizer,
         averages=averages,
         parameters=parameters,

@@ -1,21 +1,32 @@
-"""Compiled blocks stay compiled where the check before step 1 finds transformers' numbers with them."""
+"""Compiled blocks stay compiled where the check before step 1 finds transformers' numbers with them, in less time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import HoldfastError
-from holdfast.parallel.apply import compiled_blocks, leave_compiled
+from holdfast.models.check.forward import plain_tokens
+from holdfast.models.layers.family import positions_of
 from holdfast.parallel.compiler import BlockCompiler
+from holdfast.parallel.forms import TIMED_TOKENS, Candidate, Times, timed_rounds
 from holdfast.text.escaping import error_words
 from holdfast.training.run import ShardedModel
+from holdfast.training.setup.gradient_check import form_gradients, restoring_gradients
+from holdfast.types import Example
+
+_ROOM = 4
+"""How many times the memory that passes by compiled blocks took is free where uncompiled ones are tried."""
 
 
-def check_compiled(sharded: ShardedModel, compiler: BlockCompiler, check: Callable[[], list[str]]) -> list[str]:
-    """Check a model; where its blocks fail the check or do not compile on some rank, check it again uncompiled.
+def check_compiled(
+    sharded: ShardedModel, compiler: BlockCompiler, check: Callable[[], list[str]], images: ImageSide | None
+) -> list[str]:
+    """Check a model; where its blocks fail the check, do not compile or gain nothing, check it again uncompiled.
 
     All ranks call this together. A graph that fails to compile later runs uncompiled on its rank, which is printed.
     An error of one rank alone, such as for want of memory, is raised as it is: the others wait within a pass.
@@ -24,6 +35,7 @@ def check_compiled(sharded: ShardedModel, compiler: BlockCompiler, check: Callab
         sharded: The model.
         compiler: Of its blocks.
         check: Compares it with transformers', and returns what to print.
+        images: What makes tokens of images.
 
     Returns:
         What to print.
@@ -31,36 +43,83 @@ def check_compiled(sharded: ShardedModel, compiler: BlockCompiler, check: Callab
     Raises:
         ModelError: The model fails the check without compiled blocks too; the same on all ranks.
     """
-    policy, setting = sharded.model, sharded.setting
-    if not compiled_blocks(policy):
+    setting, forms = sharded.setting, sharded.forms
+    if not sharded.plan.compile_blocks:
         reason = setting.config.left_uncompiled(setting.world.device.type)
-        return [*check(), *([f"blocks: not compiled, since {reason}"] if reason else [])]
+        return [*check(), *([str(forms.note("blocks", 0, reason))] if reason else [])]
     before, all_raise = _seconds_of_compiling(), setting.whether_all_raise()
-    lines, failed = [], ""
-    try:
-        lines = check()
-    except Exception as error:  # compiled code raises errors of many kinds; the second check tells which
-        if not (isinstance(error, HoldfastError) or all_raise()):
-            raise
-        failed = error_words(error)
-    reason = next(filter(None, setting.ranks.gather(next(iter(compiler.reasons), failed))), "")
-    if reason:
-        leave_compiled(policy)
-        return [*check(), f"blocks: not compiled, since the check before step 1 failed with them ({reason})"]
-    compiler.tell = partial(_tell, setting.world.rank)
+    # A user who asks for compiled blocks by name has them.
+    is_timed = forms.times and setting.config.parallel.compile != "blocks"
+    lines: list[str] = []
+
+    def compare() -> str:
+        failed = ""
+        try:
+            lines[:] = check()
+            if is_timed:
+                _Passes(sharded, compiler, images).compiled()
+        except Exception as error:  # compiled code raises errors of many kinds; the second check tells which
+            if not (isinstance(error, HoldfastError) or all_raise()):
+                raise
+            failed = error_words(error)
+        reason = next(iter(compiler.reasons), failed)
+        return reason and f"the check before step 1 failed with them ({reason})"
+
+    rounds = _Passes(sharded, compiler, images).rounds if is_timed else None
+    seconds = lambda: f" in {_seconds_of_compiling() - before:.1f} s"  # noqa: E731 - a clause of the line
+    standing = forms.choose(Candidate("blocks", compiler.use, compare, rounds, detail=seconds))
+    if not standing.value:
+        return [*check(), str(standing)]
+    compiler.tell = partial(forms.lose, "blocks")
     if setting.world.is_first:
         compiler.begins = partial(_say_once, compiler)
-    return [*lines, f"blocks: compiled in {_seconds_of_compiling() - before:.1f} s"]
+    return [*lines, str(standing)]
+
+
+class _Passes:
+    """Forward and backward passes over a micro-batch of the run's size, with compiled blocks and without."""
+
+    def __init__(self, sharded: ShardedModel, compiler: BlockCompiler, images: ImageSide | None) -> None:
+        self._sharded, self._compiler = sharded, compiler
+        data, positions = sharded.setting.config.data, positions_of(sharded.origin.skeleton)
+        most = min(data.tokens_per_micro_batch, TIMED_TOKENS)
+        length = min(data.max_length, most, most if positions is None else positions.count)
+        self._examples = []
+        for index in range(max(1, most // length)):
+            tokens = plain_tokens(sharded.model, images, length, index)
+            self._examples.append(Example(index, index, tokens, np.arange(length) > 0))
+
+    def compiled(self) -> None:
+        """Run both passes with compiled blocks."""
+        self._run(1)
+
+    def rounds(self) -> list[Times]:
+        """Time both ways; [] where some rank may have no memory for uncompiled blocks. All ranks call this together."""
+        device = self._sharded.setting.world.device
+        if not all(self._sharded.setting.ranks.gather(self._has_room())):
+            return []
+        return timed_rounds(self.compiled, lambda: self._run(0), device)
+
+    def _has_room(self) -> bool:
+        device = self._sharded.setting.world.device
+        if device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        taken = torch.cuda.max_memory_allocated(device) - allocated
+        return free + torch.cuda.memory_reserved(device) - allocated > _ROOM * taken
+
+    def _run(self, value: int) -> None:
+        self._compiler.use(value)
+        policy, device = self._sharded.model, self._sharded.setting.world.device
+        with restoring_gradients(policy, device):
+            form_gradients(policy, device, self._sharded.plan, self._examples, dropout=True)
 
 
 def _say_once(compiler: BlockCompiler) -> None:
     """Say that a step waits for a compilation: rows of the check have one length, and lengths differ from step 1 on."""
     print("blocks: compiled once more, for rows of any length; this step waits for it", flush=True)
     compiler.begins = None
-
-
-def _tell(rank: int, reason: str) -> None:
-    print(f"blocks: rank {rank} runs a part of them uncompiled from here on ({reason})", flush=True)
 
 
 def _seconds_of_compiling() -> float:

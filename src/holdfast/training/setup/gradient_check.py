@@ -179,10 +179,9 @@ def check_gradients(sides: Sides, plan: ShardPlan, *, dropout: bool) -> Gradient
     names = [name for name, value in sharded_parameters(policy).items() if value.requires_grad]
     if not names:
         return Gradients(0, 0.0, "")
-    with _restoring_gradients(policy, sides.device):
-        _form_ours(
-            sides, plan, [replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)), trained], dropout=dropout
-        )
+    with restoring_gradients(policy, sides.device):
+        examples = [replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)), trained]
+        form_gradients(policy, sides.device, plan, examples, dropout=dropout)
         ours = _take_gradients(policy, names)
         _form_theirs(sides, trained)
         theirs = _take_gradients(policy, names)
@@ -198,8 +197,18 @@ def check_gradients(sides: Sides, plan: ShardPlan, *, dropout: bool) -> Gradient
     return Gradients(len(names), pairs[worst].apart if worst else 0.0, worst)
 
 
-def _form_ours(sides: Sides, plan: ShardPlan, examples: list[Example], *, dropout: bool) -> None:
-    policy = sides.policy
+def form_gradients(
+    policy: PolicyModel, device: torch.device, plan: ShardPlan, examples: list[Example], *, dropout: bool
+) -> None:
+    """Form the gradients of a micro-batch as training would, without dropout; all ranks call this together.
+
+    Args:
+        policy: The model.
+        device: Its device.
+        plan: How it is sharded.
+        examples: The micro-batch.
+        dropout: Whether it trains with dropout.
+    """
     if dropout:
         policy.eval()
     else:
@@ -209,7 +218,7 @@ def _form_ours(sides: Sides, plan: ShardPlan, examples: list[Example], *, dropou
                 module.eval()
     set_last_micro_batch(policy, plan, last=True)
     batch = pack(examples, [Share(1.0, 1.0)] * len(examples), padded=policy.padded)
-    output = policy(to_device(batch, sides.device), NegativeLogLikelihood())
+    output = policy(to_device(batch, device), NegativeLogLikelihood())
     assert isinstance(output, LossSum)
     torch.autograd.backward(output.loss)
 
@@ -311,7 +320,7 @@ def _raise_if_wrong(sides: Sides, pairs: dict[str, GradientPair], wrong: list[st
 
 
 @contextmanager
-def _restoring_gradients(policy: PolicyModel, device: torch.device) -> Iterator[None]:
+def restoring_gradients(policy: PolicyModel, device: torch.device) -> Iterator[None]:
     """Put back what a backward pass leaves behind: gradients, draws, and whether modules are in training."""
     router_loss, policy.router_loss = policy.router_loss, None  # it is ours alone
     # Without a list, `fork_rng` initialises and copies the generator of every GPU of the machine.

@@ -1,6 +1,8 @@
-"""The form of the head's arithmetic: Triton kernels on a GPU, where they agree with torch's operations."""
+"""The form of the head's arithmetic: Triton kernels on a GPU, if they agree with torch's operations and are faster."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
@@ -11,9 +13,10 @@ from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.check.forward import documents
-from holdfast.models.check.head_forms import compare_forms
-from holdfast.models.heads.form import described, form_record, leave_kernels, take_kernels
+from holdfast.models.check.head_forms import HeadComparison, compare_forms
+from holdfast.models.heads.form import take_kernels, use_kernels
 from holdfast.models.heads.policy import PolicyModel
+from holdfast.parallel.forms import TIMED_TOKENS, Candidate, timed_rounds
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.run import Setting, ShardedModel
 
@@ -30,7 +33,11 @@ def choose_head_form(setting: Setting, policy: PolicyModel, plan: ShardPlan) -> 
         return reason
     simulated = setting.without_numbers is not None
     dtype = getattr(torch, plan.compute_dtype)
-    return _agreed(setting, policy, take_kernels(policy, dtype, setting.world.device, simulated=simulated))
+    reason = take_kernels(policy, dtype, setting.world.device, simulated=simulated)
+    reason = next(filter(None, setting.ranks.gather(reason)), "")
+    if reason:
+        use_kernels(policy, 0)
+    return reason
 
 
 def why_unused(config: TrainingConfig) -> str:
@@ -47,7 +54,7 @@ def why_unused(config: TrainingConfig) -> str:
 def check_head_form(sharded: ShardedModel, images: ImageSide | None, reason: str) -> str:
     """Compare the kernels, where they were chosen, with torch's operations; all ranks call this together.
 
-    Kernels that differ or fail are left, and the run goes on.
+    Kernels that differ, fail or are slower are left, and the run goes on.
 
     Args:
         sharded: Checked against transformers.
@@ -57,24 +64,23 @@ def check_head_form(sharded: ShardedModel, images: ImageSide | None, reason: str
     Returns:
         What to print of the form, "" where there was no choice.
     """
-    policy, setting = sharded.model, sharded.setting
-    agreement = ""
-    if policy.head_spec.kernel_tokens is not None:
+    policy, setting, forms = sharded.model, sharded.setting, sharded.forms
+    tokens = policy.head_spec.kernel_tokens
+    if tokens is None:
+        return f"{forms.note('head', 0, reason)}" if reason else ""
+    found = HeadComparison("", 0.0)
+
+    def compare() -> str:
+        nonlocal found
         first, _, second = documents(policy, images)
         batch = pack([first, second], [Share(1.0, 1.0)] * 2, padded=policy.padded)
-        reason, difference = compare_forms(policy, to_device(batch, setting.world.device))
-        reason = _agreed(setting, policy, reason)
-        agreement = "" if reason else f"; they agree with torch's operations to {difference:.0e}"
-    record = form_record(policy, setting.world.device)
-    if record is None or setting.world.device.type != "cuda":
-        return ""
-    note = f" (Triton kernels are not used: {reason})" if reason else agreement
-    return f"head: {described(record)}{note}"
+        time = partial(timed_rounds, device=setting.world.device) if forms.times else None
+        timed_tokens = min(setting.config.data.tokens_per_micro_batch, TIMED_TOKENS)
+        found = compare_forms(policy, to_device(batch, setting.world.device), timed_tokens, time)
+        return found.reason
 
+    def detail() -> str:
+        return f", {tokens:,} tokens at a time; they agree with torch's operations to {found.difference:.0e}"
 
-def _agreed(setting: Setting, policy: PolicyModel, reason: str) -> str:
-    """Leave the kernels on all ranks if one of them has a reason to; return the first one's."""
-    reason = next(filter(None, setting.ranks.gather(reason)), "")
-    if reason:
-        leave_kernels(policy)
-    return reason
+    use = partial(use_kernels, policy)
+    return str(forms.choose(Candidate("head", use, compare, lambda: found.times, tokens, detail)))

@@ -38,6 +38,7 @@ from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.setup.model import Blueprint, set_storage, storage_of
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.compiler import BlockCompiler
+from holdfast.parallel.forms import Forms
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ModelEnds, ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise, place_empty
@@ -68,7 +69,9 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), device, compiled=compiled))
     ranks.on_all_ranks(lambda: join_context(config, world, origin, policy))
     no_kernels = choose_head_form(setting, policy, plan)
-    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
+    # Without a checkpoint of its own, a frozen model has nowhere to record what was faster at a start.
+    forms = Forms(ranks.gather, timed=trained and device == "cuda")
+    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy, forms=forms)
     if setting.without_numbers is not None:
         with setting.without_numbers():
             apply_plan(policy, plan, mesh, partial(nn.Module.compile, backend=_WITHOUT_NUMBERS))
@@ -83,7 +86,9 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     if plan.compile_blocks and world.is_first:
         count = len(plan.compile_blocks)
         print(f"blocks: {count} are compiled now, which takes minutes where torch's cache lacks them", flush=True)
-    checked = check_compiled(sharded, compiler, lambda: check_model(sharded, side))
+    if plan.copied:
+        forms.note("copies", 1)
+    checked = check_compiled(sharded, compiler, lambda: check_model(sharded, side), side)
     head_line = check_head_form(sharded, side, no_kernels)
     if world.is_first:
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked, head_line if trained else ""):

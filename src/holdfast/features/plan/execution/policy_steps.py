@@ -294,7 +294,8 @@ class PlannedEngine:
             if most > 1:
                 if self._engine.in_place is not None and self._engine.in_place.agrees is None:
                     with self._traffic.times(0):  # two forms of attention are compared, once in a run
-                        decoding.step_at(len(requests[0].prompt))
+                        decoding.prepare(1)
+                        decoding.on_device.compare_attention()
                 with self._traffic.times(most - 1 - (most - 1) // 2):
                     decoding.step_at(len(requests[0].prompt))
             if most > 2:  # noqa: PLR2004 - the first token, the next and the last

@@ -1,0 +1,210 @@
+"""The optional forms of a computation: one rule decides which of them a run uses.
+
+An optional form computes what its plain form computes, in less time if all goes well. It is compared with the plain
+form first. On a GPU it is also timed against it, and has to win every round. It is used if it agrees and wins on all
+ranks, and on none otherwise. What is used decides the order in which numbers are added up: it is recorded with the run
+and its checkpoints, and a resumed run uses the same. A form that fails later is given up on its rank, and the run goes
+on by the plain form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+TIMED_TOKENS = 4096
+"""Most tokens of a micro-batch that is timed."""
+ROUNDS = 3
+"""In each of which a form has to be faster than its plain form."""
+
+OTHER_SUMS = "Sums are added up in another order, so numbers may differ by rounding"
+BEGAN_SO = "the run began so"
+
+Times = tuple[float, float]
+"""Seconds of a form and of its plain form, one after the other."""
+
+
+class Words(NamedTuple):
+    """What is printed of a form."""
+
+    subject: str
+    form: str
+    plain: str
+
+
+WORDS = {
+    "head": Words("head", "Triton kernels", "torch's operations"),
+    "blocks": Words("blocks", "compiled", "not compiled"),
+    "copies": Words("weights", "whole on one rank, with copies in the compute dtype", "sharded by FSDP2"),
+    "prompts": Words("rollouts", "long prompts are computed in pieces", "long prompts are computed at once"),
+    "attention": Words("rollouts", "attention reads blocks of keys and values in place", "attention gathers blocks"),
+    "steps": Words("rollouts", "steps are recorded and replayed", "steps run operation by operation"),
+    "layers": Words("rollouts", "layers of recorded steps are compiled", "layers of recorded steps are not compiled"),
+}
+"""Name of a form, as in the record and in the columns `form/*` -> what is printed of it."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Whether a form is used, and why."""
+
+    name: str
+    value: int
+    """0 where the plain form is used."""
+    reason: str = ""
+    """Why the plain form is used."""
+    detail: str = ""
+    agrees: int = 0
+    """The value with which the form gives the plain form's numbers on all ranks; 0 for none."""
+    speedups: tuple[float, ...] = ()
+    """How many times as fast as the plain form it was, in each round, on the rank where it gained least."""
+
+    @property
+    def words(self) -> str:
+        """The form that is used, in words."""
+        return WORDS[self.name].form if self.value else WORDS[self.name].plain
+
+    def __str__(self) -> str:
+        """Describe it in a line."""
+        times = ", ".join(f"{speedup:.2f}" for speedup in self.speedups)
+        return (
+            f"{WORDS[self.name].subject}: {self.words}{self.detail if self.value else ''}"
+            + (f" ({times} times as fast as the plain form)" if times and self.value else "")
+            + (f", since {self.reason}" if self.reason else "")
+        )
+
+
+class Candidate(NamedTuple):
+    """A form that may be used."""
+
+    name: str
+    use: Callable[[int], object]
+    """Puts the form with a value in place, and for 0 the plain form."""
+    compare: Callable[[], str]
+    """Returns why this rank cannot use the form, "" if it gives the plain form's numbers. It raises nothing that the
+    form alone is the cause of: other ranks may be within the same collective."""
+    rounds: Callable[[], Sequence[Times]] | None = None
+    """Times both; all ranks call it together. None where time does not matter."""
+    value: int = 1
+    detail: Callable[[], str] = str
+    """Returns what is printed behind the form's words, after the comparison."""
+
+
+class Forms:
+    """The optional forms of one model.
+
+    Args:
+        gather: Returns an item of each rank, in their order.
+        timed: Whether forms are timed.
+    """
+
+    def __init__(self, gather: Callable[[Any], list[Any]] = lambda item: [item], *, timed: bool = False) -> None:
+        self._gather, self.times = gather, timed
+        self._uses: dict[str, Callable[[int], object]] = {}
+        self._recorded: Mapping[str, int] = {}
+        """Of the checkpoint that the run goes on from."""
+        self.standings: dict[str, Standing] = {}
+        self.news: list[Standing] = []
+        """What was decided and is not yet told."""
+        self.lost: list[tuple[str, str]] = []
+        """Forms that this rank has given up, with their reasons; other ranks do not know of them yet."""
+
+    @property
+    def record(self) -> dict[str, int]:
+        """The value of every form that could be chosen; others keep what was recorded before."""
+        return {**self._recorded, **{name: standing.value for name, standing in self.standings.items()}}
+
+    def choose(self, candidate: Candidate) -> Standing:
+        """Decide on a form, which is in place; all ranks call this together, with the same candidate."""
+        name, value = candidate.name, candidate.value
+        before = self._recorded.get(name)
+        self._uses[name] = candidate.use
+        if before == 0:
+            standing = Standing(name, 0, BEGAN_SO)
+        else:
+            value = before or value
+            reason = next(filter(None, self._gather(candidate.compare())), "")
+            standing = Standing(name, 0, reason)
+            if not reason:
+                standing = Standing(name, value, detail=candidate.detail(), agrees=value)
+            if not reason and before is None and self.times and candidate.rounds is not None:
+                standing = _judged(standing, self._gather(list(candidate.rounds())))
+        candidate.use(standing.value)
+        self._decide(standing)
+        return standing
+
+    def note(self, name: str, value: int, reason: str = "", detail: str = "") -> Standing:
+        """Record a form for which there is no choice left."""
+        standing = Standing(name, value, reason, detail, agrees=value)
+        self._decide(standing)
+        return standing
+
+    def resume(self, recorded: Mapping[str, int]) -> list[str]:
+        """Use what a checkpoint recorded, so far as this machine can; all ranks call this together.
+
+        Returns:
+            A line for each form that cannot be what it was.
+        """
+        recorded = {name: value for name, value in recorded.items() if name in WORDS}  # a later version may have others
+        # A model's forms were chosen when it was built; those of rollouts are chosen when an engine has weights.
+        gone = {name for name in recorded if WORDS[name].subject != "rollouts" and name not in self.standings}
+        self._recorded = {name: value for name, value in recorded.items() if name not in gone}
+        changes = [(Standing(name, 0), recorded[name]) for name in sorted(gone) if recorded[name]]
+        for name, standing in list(self.standings.items()):
+            before = recorded.get(name)
+            can_be_so = name in self._uses and before in (0, standing.agrees)
+            if before is not None and before != standing.value and can_be_so:
+                self._uses[name](before)
+                self._decide(replace(standing, value=before, reason="" if before else BEGAN_SO, speedups=()))
+            elif recorded and standing.value != (before or 0):
+                changes.append((standing, before or 0))
+        return [
+            f"note: {standing}; before this start {Standing(standing.name, before).words}. {OTHER_SUMS}"
+            for standing, before in changes
+        ]
+
+    def lose(self, name: str, reason: str) -> None:
+        """Note that this rank has given a form up, which is printed at once; other ranks learn of it after the step."""
+        words = WORDS[name]
+        print(f"{words.subject}: {words.plain} from here on, since {reason}", flush=True)
+        self.lost.append((name, reason))
+
+    def _decide(self, standing: Standing) -> None:
+        self.standings[standing.name] = standing
+        self.news = [*(one for one in self.news if one.name != standing.name), standing]
+
+
+def _judged(standing: Standing, times: Sequence[Sequence[Times]]) -> Standing:
+    """Return a form's standing after its rounds, [rank][round]: the plain form's, unless it won all of them."""
+    if not all(times):
+        return replace(standing, detail=f"{standing.detail}, not timed")
+    speedups = tuple(min(plain / max(ours, 1e-9) for ours, plain in each) for each in zip(*times, strict=True))
+    if min(speedups) > 1:
+        return replace(standing, speedups=speedups)
+    words = ", ".join(f"{speedup:.2f}" for speedup in speedups)
+    reason = f"the other form was {words} times as fast in {len(speedups)} rounds"
+    return replace(standing, value=0, reason=reason, speedups=speedups)
+
+
+def timed_rounds(form: Callable[[], object], plain: Callable[[], object], device: torch.device) -> list[Times]:
+    """Run two forms in turn, after one run of each that is not counted, and return their seconds."""
+
+    def seconds(act: Callable[[], object]) -> float:
+        _wait(device)
+        began = perf_counter()
+        act()
+        _wait(device)
+        return perf_counter() - began
+
+    form()
+    plain()
+    return [(seconds(form), seconds(plain)) for _ in range(ROUNDS)]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

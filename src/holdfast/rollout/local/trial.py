@@ -1,0 +1,111 @@
+"""A trial of the optional forms of decoding steps: rows of drawn tokens, compared and timed before a first rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from holdfast.parallel.forms import Candidate, Forms, Standing, Times, timed_rounds
+from holdfast.rollout.engine import Request
+from holdfast.rollout.local.block_attention import InPlace
+from holdfast.rollout.local.decoding import Decoding
+from holdfast.rollout.local.fused import CompiledLayers, compiled_graph, copied, put_back
+from holdfast.rollout.local.graphs import DrawToken, NotReplayable, Recorder, recorded_graph
+from holdfast.rollout.local.predictor import Predictor
+
+MOST_ROWS = 64
+_PROMPT = 256
+"""Most tokens of a made-up prompt."""
+
+
+def made_up(predictor: Predictor, rows: int, longest: int) -> Request:
+    """Return a request for rows of drawn tokens, none of which stands for a part of an image.
+
+    Args:
+        predictor: Has the vocabulary and the positions.
+        rows: How many.
+        longest: Tokens that a row may begin with.
+    """
+    replica = predictor.replica
+    vocabulary, marks = replica.model.config.get_text_config().vocab_size, list(replica.family.image_marks)
+    plain = np.setdiff1d(np.arange(vocabulary), marks)
+    length = max(1, min(_PROMPT, longest // 2, predictor.positions // 2))
+    return Request(0, np.random.default_rng(0).choice(plain, length), tuple(range(min(rows, MOST_ROWS))))
+
+
+class Trial:
+    """Rows that repeat the same steps.
+
+    Args:
+        decoding: Without rows.
+        request: Of the rows.
+        steps: How many steps are timed at once.
+    """
+
+    def __init__(self, decoding: Decoding, request: Request, steps: int) -> None:
+        self._rows, self._predictor, self._steps = decoding.on_device, decoding.predictor, steps
+        decoding.submit([request])
+        decoding.begin_rows()
+        decoding.prepare(steps)
+        self._start = copied(self._rows)
+
+    def choose_attention(self, forms: Forms, in_place: InPlace) -> Standing:
+        """Decide whether steps read blocks of keys and values in place."""
+
+        def compare() -> str:
+            self._rows.compare_attention()
+            return in_place.reason
+
+        def step_by(value: int) -> None:
+            in_place.use(value)
+            self._repeat(self._rows.step)
+
+        rounds = lambda: timed_rounds(lambda: step_by(1), lambda: step_by(0), self._predictor.device)  # noqa: E731
+        return forms.choose(Candidate("attention", in_place.use, compare, rounds))
+
+    def choose_graphs(
+        self, forms: Forms, recorder: Recorder, layers: CompiledLayers | None, use: Callable[[int], object]
+    ) -> list[Standing]:
+        """Decide whether steps are recorded, and whether their layers are compiled.
+
+        Args:
+            forms: Of the policy.
+            recorder: Records steps.
+            layers: The model's; None where none are compiled.
+            use: Switches recording.
+        """
+        rows, predictor = self._rows, self._predictor
+        graphs: dict[str, DrawToken] = {}
+
+        def compare(name: str, record: Callable[[], DrawToken]) -> str:
+            try:
+                graphs[name] = record()
+            except NotReplayable as error:
+                return str(error)
+            except torch.OutOfMemoryError:
+                return "memory has no room for the recording"
+            finally:
+                put_back(rows, self._start)
+            return ""
+
+        def timed(name: str, plain: Callable[[], DrawToken]) -> Callable[[], list[Times]]:
+            return lambda: timed_rounds(
+                partial(self._repeat, graphs[name]), partial(self._repeat, plain()), predictor.device
+            )
+
+        plain_graph = partial(recorded_graph, recorder, rows, predictor.replica.model.dtype)
+        candidate = Candidate("steps", use, partial(compare, "steps", plain_graph), timed("steps", lambda: rows.step))
+        standings = [forms.choose(candidate)]
+        if layers is not None and standings[0].value:
+            fused = partial(compiled_graph, recorder, rows, predictor, layers)
+            rounds = timed("layers", lambda: graphs["steps"])
+            standings.append(forms.choose(Candidate("layers", layers.use, partial(compare, "layers", fused), rounds)))
+        return standings
+
+    def _repeat(self, draw_token: DrawToken) -> None:
+        for _ in range(self._steps):
+            draw_token()
+        put_back(self._rows, self._start)

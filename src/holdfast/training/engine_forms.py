@@ -1,0 +1,22 @@
+"""The optional forms of our own decoding, chosen when it first has weights: before step 1. All ranks decide alike."""
+
+from __future__ import annotations
+
+from holdfast.rollout.local.inprocess import InProcessEngine
+from holdfast.training.run import ShardedModel
+
+
+def settle_forms(sharded: ShardedModel, engine: InProcessEngine) -> None:
+    """Choose the optional forms of an engine that has weights, once; all ranks call this together.
+
+    Args:
+        sharded: The policy.
+        engine: What samples from it.
+    """
+    setting = sharded.setting
+    if setting.without_numbers is not None:
+        return
+    for standing in engine.choose_forms(sharded.forms):
+        # A form that is used where nothing else could be expected is no news.
+        if setting.world.is_first and (standing.reason or standing.speedups):
+            print(standing, flush=True)
