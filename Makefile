@@ -97,7 +97,8 @@ test-verifiers: setup
 		HOLDFAST_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_VENV))/bin/python \
 		$(BIN)/python -m pytest -n 0 -rs tests/rollout/test_agents.py tests/rollout/test_verifiers.py
 
-# Our Triton kernels by Triton's interpreter and its compiler, in an environment that has .venv's packages and Triton.
+# Our Triton kernels by Triton's interpreter and its compiler, and blocks by inductor, in an environment that has .venv's
+# packages and Triton.
 KERNELS_VENV ?= .venv-kernels
 test-kernels: setup
 	tools/install_kernels.sh $(KERNELS_VENV)
