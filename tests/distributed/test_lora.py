@@ -21,6 +21,7 @@ from holdfast.checkpoint.export.stored import export_stored, export_stored_adapt
 from holdfast.checkpoint.keep import find
 from holdfast.cli.main import app
 from holdfast.config.sections.data import DataConfig
+from holdfast.config.yaml12 import parse_file
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.errors import UserError
@@ -320,6 +321,29 @@ def test_checkpoints_of_adapters_alone_are_small_whole_and_resume_at_any_number_
         torch.testing.assert_close(again[name], tensor, **rounding)
     with pytest.raises(UserError, match="holds trained parameters only"):
         export_stored([one], tmp_path / "export")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["save", "skip"])
+def test_a_resume_without_the_key_keeps_the_dtype_of_frozen_weights_bit_for_bit(
+    pools: Any, llama: Path, tmp_path: Path, frozen: str
+) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    for place, steps in ((straight, 4), (stopped, 2)):
+        place.mkdir()
+        tree = saved(place, llama, steps, frozen=frozen)
+        pools(2).run(run, tree | {"model": tree["model"] | {"frozen_dtype": "bfloat16"}})
+
+    pools(2).run(run, saved(stopped, llama, 4, frozen=frozen))
+
+    one, two = (find.one(str(place / "r")) for place in (straight, stopped))
+    assert one.manifest.tensors.keys() == two.manifest.tensors.keys()
+    for key in one.manifest.tensors:
+        assert torch.equal(two.read(key), one.read(key)), key
+    resolved = parse_file(stopped / "r/config.resolved.yaml").values["model"]
+    assert resolved["frozen_dtype"] == "bfloat16"
+    first, again = (load_file(place / "r/exports/final/model.safetensors") for place in (straight, stopped))
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
 
 
 def test_another_frozen_model_under_the_same_adapters_is_refused(pools: Any, llama: Path, tmp_path: Path) -> None:

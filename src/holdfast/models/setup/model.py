@@ -169,9 +169,9 @@ def _end_as_its_origin(skeleton: Any, live: Any, directory: Path | None) -> None
 
 
 def storage_of(config: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes that trained and frozen parameters are stored in."""
+    """Return the dtypes that trained and frozen parameters are stored in; an `auto` that nobody settled is `same`."""
     trained: torch.dtype = getattr(torch, config.dtype)
-    return trained, trained if config.frozen_dtype == "same" else getattr(torch, config.frozen_dtype)
+    return trained, trained if config.frozen_dtype in {"auto", "same"} else getattr(torch, config.frozen_dtype)
 
 
 def _with_adapters(  # noqa: PLR0913 - what they lie in, and what they start from
