@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from holdfast.checkpoint.keep import find
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.training.run import ConfiguredRun
-from holdfast.training.setup.frozen import settled_for_plan
+from holdfast.training.setup.frozen import _choices, settled_for_plan
 from tests.cli.fixtures import write_run
 from tests.training.cases import run, tree
 
@@ -58,6 +59,53 @@ def test_a_default_that_changes_something_is_said(tmp_path: Path, model: dict[st
 
     assert sum("model.frozen_dtype" in line for line in said) == lines
     assert settled_for_plan(configured(tmp_path, model=model), "cpu")[1] == []
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpoint", "expected"),
+    [
+        ({"path": "DIR/model"}, {}, "skip"),
+        ({"path": "DIR/model"}, {"frozen": "save"}, "save"),
+        ({"path": "DIR/model"}, {"storage": "s3://bucket/run"}, "save"),
+        ({"path": "DIR/absent"}, {}, "save"),
+        ({"path": "DIR/earlier/exports/final"}, {}, "save"),
+        ({"path": "name/of-the-hub", "revision": COMMIT}, {}, "skip"),
+        ({"path": "name/of-the-hub", "revision": COMMIT}, {"storage": "s3://bucket/run"}, "skip"),
+        ({"path": "name/of-the-hub", "revision": COMMIT[:12]}, {}, "save"),
+        ({"path": "name/of-the-hub", "revision": "main"}, {}, "save"),
+        ({"path": "name/of-the-hub"}, {}, "save"),
+        ({"path": "name/of-the-hub"}, {"frozen": "skip"}, "skip"),
+        ({}, {}, "save"),
+    ],
+)
+def test_frozen_weights_are_left_out_where_the_model_stays_what_it_is(
+    tmp_path: Path, model: dict[str, Any], checkpoint: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "earlier/exports/final").mkdir(parents=True)
+    (tmp_path / "earlier/run.json").write_text("{}")
+    if model:
+        model = model | {"path": model["path"].replace("DIR", str(tmp_path)), "config": None}
+    section = {"model": LORA | model, "checkpoint": checkpoint}
+    run = configured(tmp_path, **section)
+
+    choices = _choices(run, "cpu", None, live=False)
+
+    assert choices.frozen == expected
+    assert _choices(run, "cpu", None, live=True).frozen == checkpoint.get("frozen", "save")
+
+
+def test_frozen_weights_are_saved_where_the_model_lies_among_temporary_files_and_the_run_does_not() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = LORA | {"path": folder, "config": None}
+        expected = {str(Path.cwd()): "save", folder: "skip"}
+
+        chosen = {place: settled(Path(place), model=model).checkpoint.frozen for place in expected}
+
+    assert chosen == expected
 
 
 def test_a_run_that_began_otherwise_goes_on_so_and_so_does_what_starts_from_it(pools: Any, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     if config.lora is not None:
         notes.append(add_adapters(model, config.lora, storage_of(config)[1]))
     freeze(model, config.freeze)
-    source, used = _source(skeleton, live, directory, vocabulary, seed if scorer or directory is None else None)
+    source, used = source_of(skeleton, live, directory, vocabulary, seed if scorer or directory is None else None)
     if config.lora is not None:
         source = _with_adapters(config, base, model, source, seed, directory)
         notes += _notes_of_adapters(config, source, directory)
@@ -286,7 +286,7 @@ def _raw_config(config: ModelConfig, directory: Path | None, live: Any) -> Any:
     return raw_config
 
 
-def _source(
+def source_of(
     skeleton: Any, live: Any, directory: Path | None, vocabulary: tuple[int, int], seed: int | None
 ) -> tuple[WeightSource, tuple[Any, ...] | None]:
     """Return where the tensors come from, and the conversions they come through.

@@ -91,7 +91,7 @@ def begin(setting: Setting, live: Live) -> RunSetup:
     ranks.on_first_rank(lambda: check_writable(setting.directory))
     if "objective" not in config.checkpoint.resume.changed:
         ranks.on_first_rank(lambda: check_verb(setting.directory, config.verb))
-    settle_frozen(setting)
+    settle_frozen(setting, live=live.model is not None)
     if config.metrics.sinks:
         ranks.on_all_ranks(lambda: registry.load(registry.TRACKER_CHECK)(config.metrics.sinks, setting.base))
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
@@ -107,7 +107,7 @@ def begin_evaluation(setting: Setting) -> RunSetup:
     Raises:
         UserError: As `begin`.
     """
-    settle_frozen(setting)
+    settle_frozen(setting, live=False, trains=False)
     training = setting.config.data.validation_split > 0
     data = setting.ranks.first_rank_first(lambda: open_data(setting, training=training))
     check_same_rows(setting, data)

@@ -1,51 +1,84 @@
 """Settle what the configuration leaves to a default about frozen parameters, before a model is built.
 
-A run that starts from a checkpoint keeps what that recorded: another dtype of the frozen weights is another run.
+A run that starts from a checkpoint keeps what that recorded: their dtype, and whether checkpoints hold them.
 """
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import TRAINED
 from holdfast.checkpoint.format.verification import patiently, read_manifest
 from holdfast.checkpoint.keep.find import one
 from holdfast.checkpoint.keep.retention import steps
+from holdfast.checkpoint.loading.base import located_base, recorded_base
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.errors import UserError
-from holdfast.training.directory import checkpoint_place
+from holdfast.errors import ModelError, UserError
+from holdfast.models.files.places import local_directory
+from holdfast.training.directory import checkpoint_place, is_run
 from holdfast.training.run import ConfiguredRun, Setting
 from holdfast.training.saving.resume import saved_settings_of
+
+Frozen = Literal["save", "skip"]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the checkpoint that a run starts from says of frozen parameters."""
+    """The checkpoint that a run starts from, and what it says of frozen parameters."""
 
     path: str
+    manifest: Manifest
     frozen_dtype: str
 
+    @property
+    def frozen(self) -> Frozen:
+        """Return whether its frozen parameters were saved."""
+        return "skip" if TRAINED in self.manifest.contents else "save"
 
-Choices = dict[str, str]
-"""Values of keys that were left to a default, by the last part of the key."""
+
+class Choices(NamedTuple):
+    """What stands for the defaults, and what to say of it."""
+
+    frozen_dtype: str
+    frozen: str
+    lines: tuple[str, ...]
 
 
-def settle_frozen(setting: Setting) -> None:
+def settle_frozen(setting: Setting, *, live: bool, trains: bool = True) -> None:
     """Put values in the place of defaults that depend on the device or on a checkpoint; all ranks call this together.
+
+    Args:
+        setting: Of the run; its configuration is replaced.
+        live: Whether the model is an object in memory.
+        trains: Whether the run continues from its checkpoint.
 
     Raises:
         CheckpointUnreadable: The checkpoint that the run starts from cannot be read.
+        CheckpointMismatch: It leaves out frozen weights, and they are not where the model comes from.
     """
-    if setting.config.model.lora is None:
+    config = setting.config
+    if config.model.lora is None and config.checkpoint.frozen != "skip":
         return
-    device = setting.world.device.type
-    choices, lines = setting.ranks.on_first_rank(lambda: _choices(setting, device, recorded(setting)))
-    setting.config = _with(setting.config, choices)
+
+    def choose() -> Choices:
+        start = recorded(setting)
+        if start is not None and trains and not live:
+            _refuse_other_base(setting, start)
+        return _choices(setting, setting.world.device.type, start, live=live)
+
+    choices = setting.ranks.on_first_rank(choose)
+    setting.config = _with(config, choices)
     if setting.world.is_first:
-        for line in lines:
+        for line in choices.lines:
             print(line, flush=True)
 
 
@@ -61,39 +94,100 @@ def settled_for_plan(run: ConfiguredRun, device: str) -> tuple[TrainingConfig, l
     start = None
     with suppress(UserError):  # a plan is also made where the checkpoints cannot be read
         start = recorded(run)
-    choices, lines = _choices(run, device, start)
-    return _with(run.config, choices), lines
+    choices = _choices(run, device, start, live=False)
+    return _with(run.config, choices), list(choices.lines)
 
 
 def _with(config: TrainingConfig, choices: Choices) -> TrainingConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update=choices)})
+    model = config.model.model_copy(update={"frozen_dtype": choices.frozen_dtype})
+    checkpoint = config.checkpoint.model_copy(update={"frozen": choices.frozen})
+    return config.model_copy(update={"model": model, "checkpoint": checkpoint})
 
 
-def _choices(run: ConfiguredRun, device: str, start: Recorded | None) -> tuple[Choices, list[str]]:
-    """Return what stands for each `auto`, and a line for each that is not as without a default."""
+def _choices(run: ConfiguredRun, device: str, start: Recorded | None, *, live: bool) -> Choices:
+    dtype, of_dtype = _chosen_dtype(run, device, start)
+    frozen, of_frozen = _chosen_frozen(run, start, live=live)
+    return Choices(dtype, frozen, tuple(line for line in (of_dtype, of_frozen) if line))
+
+
+def _chosen_dtype(run: ConfiguredRun, device: str, start: Recorded | None) -> tuple[str, str]:
+    """Return the value of `model.frozen_dtype`, and a line where a default changed something."""
     section, default = run.config.model, run.config.frozen_dtype(device)
     if section.frozen_dtype != "auto":
-        return {}, []
-    chosen = default if start is None else start.frozen_dtype
-    if start is not None and chosen != default:
-        line = f"model.frozen_dtype: {chosen}, which {start.path} was saved with; a new run would take {default}"
-    else:
-        line = "model.frozen_dtype: bfloat16, the default of adapters on a GPU; same would follow model.dtype"
-    changes_nothing = chosen == default and default in {"same", section.dtype}
-    return {"frozen_dtype": chosen}, [] if changes_nothing else [line]
+        return section.frozen_dtype, ""
+    if start is not None and start.frozen_dtype != default:
+        words = f"which {start.path} was saved with; a new run would take {default}"
+        return start.frozen_dtype, f"model.frozen_dtype: {start.frozen_dtype}, {words}"
+    if default in {"same", section.dtype}:
+        return default, ""
+    words = "the default of adapters on a GPU; same would follow model.dtype"
+    return default, f"model.frozen_dtype: {default}, {words}"
+
+
+def _chosen_frozen(run: ConfiguredRun, start: Recorded | None, *, live: bool) -> tuple[str, str]:
+    """Return the value of `checkpoint.frozen`, and a line where a default changed or kept something."""
+    section = run.config.checkpoint
+    if section.frozen != "auto" or live or run.config.model.lora is None:
+        return ("save" if section.frozen == "auto" else section.frozen), ""
+    name = run.config.model.path
+    danger = "" if name is None else _why_saved(run, name)
+    default = "save" if name is None or danger else "skip"
+    if start is not None and start.frozen != default:
+        return start.frozen, f"checkpoint.frozen: {start.frozen}, as in {start.path}; a new run would take {default}"
+    if danger:
+        return "save", f"checkpoint.frozen: save, since {danger}"
+    words = "checkpoints leave out what a resume reads from model.path again; save would keep it"
+    return default, "" if name is None else f"checkpoint.frozen: skip, {words}"
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def _why_saved(run: ConfiguredRun, name: str) -> str:
+    """Return why the model may not be what it is at a later start; "" where nothing says so."""
+    section, place = run.config.model, checkpoint_place(run.directory, run.config)
+    try:
+        directory = local_directory(name, run.base)
+    except ModelError:  # which the run is refused with
+        return f"model.path: {name} is not there"
+    if directory is None:
+        pinned = section.revision is not None and _COMMIT.fullmatch(section.revision)
+        return "" if pinned else "model.revision is not the hash of a commit (40 hex digits)"
+    directory = directory.resolve()
+    if owner := next((above for above in (directory, *directory.parents) if is_run(above)), None):
+        return f"model.path lies in the run {owner}, which renames and deletes its own files"
+    if "://" in str(place):
+        return "model.path is a local directory, and checkpoints are in an object store that outlives it"
+    temporary = Path(tempfile.gettempdir()).resolve()
+    if directory.is_relative_to(temporary) and not Path(place).resolve().is_relative_to(temporary):
+        return f"model.path lies in {temporary}, which may be emptied, and checkpoints do not"
+    return ""
+
+
+def _refuse_other_base(run: ConfiguredRun, start: Recorded) -> None:
+    """Refuse a start whose frozen weights would be others than those beside which its adapters were trained.
+
+    Raises:
+        CheckpointMismatch: With both hashes.
+    """
+    from_files = start.frozen == "skip" and recorded_base(start.manifest) is not None and run.config.model.path
+    if from_files and "model" not in run.config.checkpoint.resume.changed:
+        other = "To go on beside other weights, declare it: checkpoint.resume.changed: [model]."
+        located_base(start.path, start.manifest, run.config.model, run.base, else_=other)
 
 
 def recorded(run: ConfiguredRun) -> Recorded | None:
-    """Return what the checkpoint recorded that a run will start from; None where it starts from none.
+    """Return the checkpoint that a run will start from, and what it recorded; None where it starts from none.
 
     Raises:
         CheckpointUnreadable: It cannot be read; what it recorded is not known.
     """
     for storage, name in _candidates(run):
         with suppress(CheckpointCorrupt, NoCheckpoint):  # an older one is continued from, or the start says why not
-            settings = saved_settings_of(storage, name, read_manifest(storage, name))
+            manifest = read_manifest(storage, name)
+            settings = saved_settings_of(storage, name, manifest)
             dtype = str(settings.get("model.frozen_dtype", "same"))
-            return Recorded(f"{storage.root}/{name}", "same" if dtype == "auto" else dtype)
+            return Recorded(f"{storage.root}/{name}", manifest, "same" if dtype == "auto" else dtype)
     return None
 
 
