@@ -17,13 +17,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from holdfast.checkpoint.errors import CheckpointMismatch
 from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter
 from holdfast.checkpoint.keep import find
 from holdfast.cli.main import app
 from holdfast.config.sections.data import DataConfig
+from holdfast.config.yaml12 import parse_file
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.errors import UserError
+from holdfast.models.files.origin import files_fingerprint
 from holdfast.models.names import canonical_name
 from tests.distributed.cases import reference, rows_of, settings, train
 from tests.distributed.grpo_cases import prompts_of
@@ -155,10 +158,29 @@ def test_both_exports_are_the_trained_model(pools: Any, llama: Path, tmp_path: P
     }  # fmt: skip
 
 
-def test_a_checkpoint_exported_alone_is_the_run_s_export(pools: Any, llama: Path, tmp_path: Path) -> None:
-    pools(2).run(run, saved(tmp_path, llama, 2))
+@pytest.mark.parametrize(
+    ("frozen", "section"),
+    [
+        ("save", {}),
+        ("skip", {"frozen_dtype": "bfloat16"}),
+        pytest.param("skip", {"lora": LORA | {"dora": True}}, marks=pytest.mark.slow),
+        pytest.param("skip", {"lora": LORA | {"train": ["norm"]}}, marks=pytest.mark.slow),
+        pytest.param("skip", {"lora": LORA | {"quantize": "nf4"}}, marks=pytest.mark.slow),
+        pytest.param("skip", {"lora": None, "freeze": ["embed_tokens", r"layers\.0\."]}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_exported_alone_is_the_run_s_export(
+    pools: Any, llama: Path, tmp_path: Path, frozen: str, section: dict[str, Any]
+) -> None:
+    if "quantize" in (section.get("lora") or {}):
+        pytest.importorskip("bitsandbytes")
+    tree = saved(tmp_path, llama, 2, frozen=frozen)
+    pools(2).run(run, tree | {"model": tree["model"] | section})
 
-    export_stored([find.one(str(tmp_path / "r"))], tmp_path / "again")
+    checkpoint = find.one(str(tmp_path / "r"))
+    export_stored([checkpoint], tmp_path / "again")
+
+    assert checkpoint.manifest.contents[0] == {"save": "model", "skip": "trained parameters"}[frozen]
 
     one, two = (load_file(place / "model.safetensors") for place in (tmp_path / "again", tmp_path / "r/exports/final"))
     assert one.keys() == two.keys()
@@ -318,20 +340,112 @@ def test_checkpoints_of_adapters_alone_are_small_whole_and_resume_at_any_number_
     first, again = (load_file(place / "r/exports/final/model.safetensors") for place in (straight, stopped))
     for name, tensor in first.items():
         torch.testing.assert_close(again[name], tensor, **rounding)
-    with pytest.raises(UserError, match="holds trained parameters only"):
-        export_stored([one], tmp_path / "export")
 
 
-def test_another_frozen_model_under_the_same_adapters_is_refused(pools: Any, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["save", "skip"])
+def test_a_resume_without_the_key_keeps_the_dtype_of_frozen_weights_bit_for_bit(
+    pools: Any, llama: Path, tmp_path: Path, frozen: str
+) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    for place, steps in ((straight, 4), (stopped, 2)):
+        place.mkdir()
+        tree = saved(place, llama, steps, frozen=frozen)
+        pools(2).run(run, tree | {"model": tree["model"] | {"frozen_dtype": "bfloat16"}})
+
+    pools(2).run(run, saved(stopped, llama, 4, frozen=frozen))
+
+    one, two = (find.one(str(place / "r")) for place in (straight, stopped))
+    assert one.manifest.tensors.keys() == two.manifest.tensors.keys()
+    for key in one.manifest.tensors:
+        assert torch.equal(two.read(key), one.read(key)), key
+    resolved = parse_file(stopped / "r/config.resolved.yaml").values["model"]
+    assert resolved["frozen_dtype"] == "bfloat16"
+    first, again = (load_file(place / "r/exports/final/model.safetensors") for place in (straight, stopped))
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("change", ["others", "absent", "elsewhere"])
+def test_a_resume_beside_other_frozen_weights_is_refused_with_both_hashes_and_one_that_finds_them_is_not(
+    pools: Any, llama: Path, tmp_path: Path, change: str
+) -> None:
     mine = tmp_path / "model"
     shutil.copytree(llama, mine)
-    pools(2).run(run, saved(tmp_path, mine, 1, frozen="skip"))
-    tiny_directory(mine, "llama", tie_word_embeddings=True, seed=5)
+    pools(2).run(run, saved(tmp_path, mine, 1))
+    before = files_fingerprint(mine).rpartition("-")[2]
+    if change == "others":
+        tiny_directory(mine, "llama", tie_word_embeddings=True, seed=5)
+    else:
+        mine.rename(tmp_path / "moved")
+    if change == "elsewhere":
+        pools(2).run(run, saved(tmp_path, tmp_path / "moved", 2))
+        assert find.one(str(tmp_path / "r")).manifest.step == 2
+        return
+    here = files_fingerprint(mine).rpartition("-")[2] if change == "others" else "absent"
+    left = sorted(path.name for path in (tmp_path / "r").rglob("*"))
 
-    errors = pools(2).errors(run, saved(tmp_path, mine, 2, frozen="skip"))
+    errors = pools(2).errors(run, saved(tmp_path, mine, 2))
 
-    assert {kind for kind, _ in errors} == {"CheckpointMismatch"}
-    assert "model.path" in errors[0][1]
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "CheckpointMismatch"
+    assert CheckpointMismatch.exit_code == 2
+    assert before != here
+    assert all(word in errors[0][1] for word in (before, here, "checkpoint.frozen: save", "model.path"))
+    assert "\n" not in errors[0][1]
+    assert sorted(path.name for path in (tmp_path / "r").rglob("*")) == left
+    done = CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path / "r"), "-o", str(tmp_path / "out")])
+    assert isinstance(done.exception, CheckpointMismatch)
+    assert all(word in str(done.exception) for word in (before, here, "checkpoint.frozen: save", "--adapter"))
+    assert not (tmp_path / "out").exists()
+    assert CliRunner().invoke(app, ["checkpoint", "verify", str(tmp_path / "r")]).exit_code == 0
+    start = {"init_from": str(tmp_path / "r/checkpoints/step-00000001")}
+    if change == "others":
+        fresh = saved(tmp_path, mine, 1, **start) | {"run": {"dir": str(tmp_path), "name": "other"}}
+        assert pools(2).errors(run, fresh)[0][0] == "CheckpointMismatch"
+    declared = saved(tmp_path, mine, 2, resume={"changed": ["model"]})
+    if change == "others":
+        pools(2).run(run, declared)
+
+
+def test_checkpoints_beside_a_local_directory_hold_adapters_alone_and_resume_bit_for_bit(
+    pools: Any, llama: Path, tmp_path: Path
+) -> None:
+    for name, steps in (("straight", [3]), ("stopped", [2, 3])):
+        (tmp_path / name).mkdir()
+        for end in steps:
+            pools(2).run(run, saved(tmp_path / name, llama, end))
+
+    one, two = (find.one(str(tmp_path / name / "r")) for name in ("straight", "stopped"))
+    assert one.manifest.contents[0] == "trained parameters"
+    assert len([key for key in one.manifest.tensors if key.startswith("model.")]) == 28
+    for key in one.manifest.tensors:
+        assert torch.equal(two.read(key), one.read(key)), key
+    assert parse_file(tmp_path / "stopped/r/config.resolved.yaml").values["checkpoint"]["frozen"] == "skip"
+    first, again = (
+        load_file(tmp_path / name / "r/exports/final/model.safetensors") for name in ("straight", "stopped")
+    )
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["save", "skip"])
+def test_a_resume_without_the_key_saves_what_its_checkpoint_had(
+    pools: Any, llama: Path, tmp_path: Path, frozen: str
+) -> None:
+    """The default would say otherwise of both: of a local directory, and of a run's export."""
+    base = tmp_path / "source/exports/final"
+    shutil.copytree(llama, base)
+    if frozen == "skip":
+        (tmp_path / "source/run.json").write_text("{}")
+    pools(2).run(run, saved(tmp_path, base, 1, frozen=frozen))
+
+    pools(2).run(run, saved(tmp_path, base, 2))
+
+    manifests = [find.one(str(tmp_path / f"r/checkpoints/step-0000000{step}")).manifest for step in (1, 2)]
+    assert [manifest.contents[0] for manifest in manifests] == [
+        {"save": "model", "skip": "trained parameters"}[frozen]
+    ] * 2
+    assert manifests[0].fingerprints["model"] == manifests[1].fingerprints["model"]
 
 
 @pytest.mark.slow

@@ -223,6 +223,10 @@ def test_adapters_of_a_reward_model_resume_export_merged_and_alone_and_start_ano
     export_stored_adapter(find.one(str(tmp_path / "r")), tmp_path / "again")
     for file in adapter.iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
+    export_stored([find.one(str(tmp_path / "r"))], tmp_path / "whole")
+    one, two = (load_file(Path(place) / "model.safetensors") for place in (export, tmp_path / "whole"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
     again = pools(2).run(started, values(2, path=str(adapter)) | {"run": {"dir": str(tmp_path), "name": "other"}})[0]
     stored = load_file(adapter / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in stored

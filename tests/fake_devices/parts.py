@@ -83,7 +83,6 @@ class Shape:
             model["dtype"], optim["kind"] = "bfloat16", "adamw_bf16"
         if self.lora:
             model["lora"] = {"rank": self.lora}
-            model["frozen_dtype"] = "bfloat16"
         return {
             "steps": 2,
             "model": model,

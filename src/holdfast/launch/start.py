@@ -31,7 +31,7 @@ from holdfast.launch.environment import is_first_rank, resolve_ranks, srun_task,
 from holdfast.launch.local import launch_local
 from holdfast.launch.rank import exit_in_time, work
 from holdfast.models.files.places import local_directory
-from holdfast.training.directory import count_starts, run_directory
+from holdfast.training.directory import count_starts, is_run, run_directory
 from holdfast.training.observe import find_script
 
 
@@ -86,7 +86,8 @@ def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
         for key, section in _sources(verb, config):
             _check_rows(section, base, key)
         for key, name in _models(config):
-            local_directory(name, base, key)
+            if key != "model.path" or not _may_lack_its_base(config):
+                local_directory(name, base, key)
     except OSError:
         return  # the ranks say what the system has against it
     if config.data.filter is not None:
@@ -96,6 +97,13 @@ def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
     for key, path in _own_code(config, ""):
         if path.rpartition(":")[0].endswith(".py"):
             find_script(path, base, key)
+
+
+def _may_lack_its_base(config: TrainingConfig) -> bool:
+    """Whether a run may start from a checkpoint without frozen weights; its ranks say which ones are missing then."""
+    section = config.checkpoint
+    starts = isinstance(section.resume.start, str) or section.init_from is not None or is_run(run_directory(config))
+    return starts and (config.model.lora is not None or section.frozen == "skip")
 
 
 def _sources(verb: str, config: TrainingConfig) -> Iterator[tuple[str, SourceConfig]]:

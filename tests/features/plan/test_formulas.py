@@ -16,7 +16,7 @@ from holdfast.features.plan.request import _by_formulas, planned, turns
 from tests.fake_devices.cases import DENSE, tree
 
 
-@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}, "frozen_dtype": "bfloat16"}])
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}])
 def test_one_rank_has_copies_of_what_is_not_stored_in_the_compute_dtype(tmp_path: Path, model: dict[str, Any]) -> None:
     config = from_mapping(tree(model={"config": DENSE, "tokenizer": "builtin:characters"} | model), SFTConfig)
 
@@ -24,6 +24,23 @@ def test_one_rank_has_copies_of_what_is_not_stored_in_the_compute_dtype(tmp_path
 
     assert made.plan.copied
     assert made.steady["backward", "cuda"].by_kind[GATHERED] == 2 * made.plan.trainable
+
+
+@pytest.mark.parametrize(("device", "frozen_dtype", "same"), [("h100", "bfloat16", False), ("cpu", "same", True)])
+def test_a_plan_stores_what_adapters_leave_frozen_as_a_run_on_that_device(
+    tmp_path: Path, device: str, frozen_dtype: str, same: bool
+) -> None:
+    def plan(**model: Any) -> dict[str, Any]:
+        values = tree(model={"lora": {"rank": 2}} | model)
+        asked = {"verb": "sft", "config": values, "base": str(tmp_path), "ranks": 1, "device": device}
+        return planned(asked | {"memory": 2**34}, "there is no compiler")
+
+    by_default, explicit, wide = (plan(), plan(frozen_dtype=frozen_dtype), plan(frozen_dtype="float32"))
+
+    assert by_default["phases"] == explicit["phases"]
+    assert by_default["checkpoint_bytes"] == explicit["checkpoint_bytes"]
+    assert (by_default["checkpoint_bytes"] == wide["checkpoint_bytes"]) is same
+    assert [note for note in by_default["notes"] if "model.frozen_dtype" in note] != [] or same
 
 
 @pytest.mark.parametrize(("loss", "sequences"), [("kto", 1), ("dpo", 2)])

@@ -21,6 +21,7 @@ from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.adapters import Description, write_adapters
 from holdfast.checkpoint.export.card import CARD, card_of
+from holdfast.checkpoint.export.frozen import frozen_weights, with_dtype
 from holdfast.checkpoint.export.model import (
     ExportFormat,
     check_outside,
@@ -30,7 +31,7 @@ from holdfast.checkpoint.export.model import (
 )
 from holdfast.checkpoint.export.small_files import ExportFailed
 from holdfast.checkpoint.format.settings import settings_of
-from holdfast.checkpoint.format.snapshot import MODEL, OPTIM, TRAINED
+from holdfast.checkpoint.format.snapshot import MODEL, OPTIM
 from holdfast.checkpoint.inspect.tensors import ModelTensors, StoredCheckpoint
 from holdfast.checkpoint.loading.wrapped_state import records
 from holdfast.checkpoint.place.hashing import hash_bytes
@@ -84,29 +85,28 @@ def export_stored(
     Raises:
         ConfigError: The model needs code of its own, and that was not allowed; or the directory cannot be written.
         CheckpointCorrupt: A tensor's bytes are not those that were saved.
-        CheckpointMismatch: The checkpoints hold different models.
+        CheckpointMismatch: The checkpoints hold different models, or leave out weights that are not in model.path.
         NoCheckpoint: The checkpoint lacks the files that describe its model, or the averages.
         ExportFailed: Writing failed, or what was written reads back differently.
     """
     last = checkpoints[-1]
     check_target(directory)
     _check_writable(directory)
-    if TRAINED in last.manifest.contents:
-        raise NoCheckpoint(
-            f"{last.path} holds trained parameters only (checkpoint.frozen: skip), which is no whole model. `holdfast "
-            "checkpoint export --adapter` writes its adapters for peft; a merged model is among the exports of its run."
-        )
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
         texts = _texts(checkpoints, Path(folder), averaged=averaged)
         tensors = ModelTensors(checkpoints, averaged=averaged)
         sources = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
         joins = _joins(origin, _model_section(Path(folder)))
-        headers = last.model_headers(dtype)
+        named = {"path": _settings(Path(folder))["model"]["path"]}
+        frozen = frozen_weights(checkpoints, origin, _model_section(Path(folder)).model_copy(update=named))
+        headers = last.model_headers(dtype) | with_dtype(frozen.headers, dtype)
         _merge(headers, joins, dtype)
 
         def read(name: str) -> Tensor:
-            return _joined(joins[name], sources) if name in joins else tensors[name]
+            if name in joins:
+                return _joined(joins[name], sources, frozen)
+            return frozen[name] if name in frozen else tensors[name]
 
         form = ExportFormat(dtype, largest_file_bytes, texts)
         write_model(_Tensors(headers, read, last), headers, origin, directory, RankGroup(), form)
@@ -242,9 +242,11 @@ def _merge(headers: dict[str, Header], joins: Mapping[str, Join], dtype: torch.d
             headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
 
 
-def _joined(join: Join, sources: Sequence[ModelTensors]) -> Tensor:
+def _joined(join: Join, sources: Sequence[ModelTensors], frozen: Mapping[str, Tensor]) -> Tensor:
     """Return a matrix with its adapter merged; of several checkpoints the mean of what each one computes with."""
-    matrices = [join.run([tensors[name] for name in join.inputs]) for tensors in sources]
+    matrices = [
+        join.run([frozen[name] if name in frozen else tensors[name] for name in join.inputs]) for tensors in sources
+    ]
     total = sum(matrix.to(torch.float64) for matrix in matrices)
     assert isinstance(total, Tensor)
     return (total / len(matrices)).to(matrices[-1].dtype)

@@ -96,9 +96,11 @@ class CheckpointConfig(Section):
     """Minutes between checkpoints; the rehearsal suggests a number. null: no checkpoint is saved by the clock."""
     at_end: bool = True
     """Save when the run ends, so that raising steps continues it."""
-    frozen: Literal["save", "skip"] = "save"
+    frozen: Literal["auto", "save", "skip"] = "auto"
     """`skip` leaves out parameters that are not trained: a checkpoint of adapters alone is small, and a resume takes
-    the rest from where the model came from, after making sure it is still the same."""
+    the rest from where the model came from, after making sure it is still the same. `auto`: `skip` under `model.lora`
+    where `model.path` is a local directory, or `model.revision` the hash of a commit (40 hex digits); otherwise `save`,
+    as for a directory that may not stay, docs/lora.md. A run that starts from a checkpoint does as that did."""
     contents: Literal["full", "weights"] = "full"
     """`weights`: no optimizer state; such a checkpoint can start another run (init_from) and not be resumed."""
     background: bool = True

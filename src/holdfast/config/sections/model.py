@@ -187,14 +187,15 @@ class ModelConfig(Section):
     (with a head tied to them)."""
 
     lora: LoRAConfig | None = None
-    """Train low-rank adapters and nothing else; needs `peft`. With `frozen_dtype: bfloat16` the model is kept in half
-    the memory, and adapters stay in `dtype`."""
+    """Train low-rank adapters and nothing else; needs `peft`. On a GPU the frozen model is stored in bfloat16
+    (`frozen_dtype`), and adapters stay in `dtype`."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Storage of trainable parameters (the master weights). `bfloat16` needs `optim.kind: adamw_bf16`."""
 
-    frozen_dtype: Literal["same", "float32", "bfloat16"] = "same"
-    """Storage of frozen parameters; `same` follows `model.dtype`."""
+    frozen_dtype: Literal["auto", "same", "float32", "bfloat16"] = "auto"
+    """Storage of frozen parameters; `same` follows `model.dtype`. `auto`: bfloat16 under `lora` on a GPU that computes
+    in bfloat16, otherwise `same`; a run that starts from a checkpoint keeps the value of that."""
 
     dropout: bool = False
     """Keep the dropout rates of the model's configuration. Off: all of them are 0."""

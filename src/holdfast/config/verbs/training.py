@@ -204,6 +204,14 @@ class TrainingConfig(_Root):
                 "Use sequence or global, which do not, or accept it: router_loss: {kind: batch, allow_split: true}",
             )
 
+    def frozen_dtype(self, device: str) -> str:
+        """Return `model.frozen_dtype`, and what `auto` means on a device of this type, "cuda" or "cpu"."""
+        section = self.model
+        if section.frozen_dtype != "auto":
+            return section.frozen_dtype
+        on_card = device == "cuda" and section.dtype != "float64" and self.parallel.compute_dtype != "float32"
+        return "bfloat16" if on_card and section.lora is not None else "same"
+
     def compiles_blocks(self, device: str) -> bool:
         """Whether blocks are compiled on a device of this type, "cuda" or "cpu"."""
         choice = self.parallel.compile

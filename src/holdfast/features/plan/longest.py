@@ -164,7 +164,7 @@ class _Searching:
         self._rollout = config.rollout if isinstance(config, GRPOConfig | DistillConfig) else None
         self._has_turns = isinstance(config, GRPOConfig) and config.environment is not None
         self._prompt = _prompt_of(config)
-        values = without_files(config, base)[0].model.config or {}
+        values = without_files(config, base, spec.device)[0].model.config or {}
         text = values.get("text_config") or values
         self._positions = int(text.get("max_position_embeddings") or 0)
         self.least = rounded(self._prompt) + _FINE

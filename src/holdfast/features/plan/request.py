@@ -224,7 +224,7 @@ def _by_formulas(config: TrainingConfig, base: Path, spec: RankSpec, reason: str
     Raises:
         UserError: The model cannot be planned.
     """
-    shapes, notes = without_files(config, base)
+    shapes, notes = without_files(config, base, spec.device)
     import_first(shapes)
     origin = blueprint(shapes.model, base, seed=shapes.seed, scorer=shapes.scores)
     set_storage(origin.model, *storage_of(shapes.model))

@@ -122,7 +122,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     if config.lora is not None:
         notes.append(add_adapters(model, config.lora, storage_of(config)[1]))
     freeze(model, config.freeze)
-    source, used = _source(skeleton, live, directory, vocabulary, seed if scorer or directory is None else None)
+    source, used = source_of(skeleton, live, directory, vocabulary, seed if scorer or directory is None else None)
     if config.lora is not None:
         source = _with_adapters(config, base, model, source, seed, directory)
         notes += _notes_of_adapters(config, source, directory)
@@ -169,9 +169,9 @@ def _end_as_its_origin(skeleton: Any, live: Any, directory: Path | None) -> None
 
 
 def storage_of(config: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes that trained and frozen parameters are stored in."""
+    """Return the dtypes that trained and frozen parameters are stored in; an `auto` that nobody settled is `same`."""
     trained: torch.dtype = getattr(torch, config.dtype)
-    return trained, trained if config.frozen_dtype == "same" else getattr(torch, config.frozen_dtype)
+    return trained, trained if config.frozen_dtype in {"auto", "same"} else getattr(torch, config.frozen_dtype)
 
 
 def _with_adapters(  # noqa: PLR0913 - what they lie in, and what they start from
@@ -286,7 +286,7 @@ def _raw_config(config: ModelConfig, directory: Path | None, live: Any) -> Any:
     return raw_config
 
 
-def _source(
+def source_of(
     skeleton: Any, live: Any, directory: Path | None, vocabulary: tuple[int, int], seed: int | None
 ) -> tuple[WeightSource, tuple[Any, ...] | None]:
     """Return where the tensors come from, and the conversions they come through.

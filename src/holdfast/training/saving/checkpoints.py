@@ -234,7 +234,8 @@ class Checkpoints:
         newest = self.session.newest
         if newest is None:
             return None
-        name, options = step_name(newest.step), ["--adapter"] if TRAINED in newest.contents else []
+        is_partial = TRAINED in newest.contents and self._run.trained.origin.directory is None
+        name, options = step_name(newest.step), ["--adapter"] if is_partial else []
         options += ["--trust-remote-code"] if self._run.setting.config.model.trust_remote_code else []
         output = self._run.setting.directory / EXPORTS / name
         return shlex.join(

@@ -102,7 +102,7 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
     accepted: list[str] = []
     saved_settings: dict[str, Any] = {}
     with run.setting.ranks.together():
-        saved_settings |= _saved_settings(storage, name, manifest)
+        saved_settings |= saved_settings_of(storage, name, manifest)
         accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, saved_settings)
     loaded = load_state(
         storage,
@@ -225,11 +225,11 @@ def _check_declared(run: Run, checkpoint: str, changes: Mapping[str, Sequence[st
 def _refuse_other_run(run: Run, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
     """Refuse a damaged checkpoint of another run, as far as it still says whose it is."""
     with suppress(CheckpointCorrupt, CheckpointUnreadable):
-        saved_settings = _saved_settings(storage, name, manifest)
+        saved_settings = saved_settings_of(storage, name, manifest)
         _check_declared(run, f"{storage.root}/{name}", _other_run(run, manifest, run_id, saved_settings))
 
 
-def _saved_settings(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
+def saved_settings_of(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
     """Return the configuration that a checkpoint was made with, by dotted name; empty if it holds none."""
     file = f"{ASSETS}/{EXPORTED_CONFIG}"
     if file not in manifest.files:

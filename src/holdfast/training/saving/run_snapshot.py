@@ -43,7 +43,7 @@ class Contents:
         self._full = run.setting.config.checkpoint.contents == "full"
         self.tensors: LiveTensors = hold(
             run.trained.model,
-            frozen=run.setting.config.checkpoint.frozen == "save",
+            frozen=run.setting.config.checkpoint.frozen != "skip",
             averages=run.trained.averages.tensors if run.trained.averages is not None else None,
         )
         self._companions = run.saved_companions

@@ -37,6 +37,7 @@ from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, EvaluationSet, Run, Setting, ShardedModel, Trained
 from holdfast.training.saving.parents import notes_of_exports
 from holdfast.training.setup.first_rows import check_first_rows, check_same_rows
+from holdfast.training.setup.frozen import settle_frozen
 from holdfast.training.setup.losses import supervised_objective
 from holdfast.training.setup.model import build_policy, check_positions, image_side_of
 from holdfast.training.setup.optimizers import averages_of, optimizer_of
@@ -90,6 +91,7 @@ def begin(setting: Setting, live: Live) -> RunSetup:
     ranks.on_first_rank(lambda: check_writable(setting.directory))
     if "objective" not in config.checkpoint.resume.changed:
         ranks.on_first_rank(lambda: check_verb(setting.directory, config.verb))
+    settle_frozen(setting, live=live.model is not None)
     if config.metrics.sinks:
         ranks.on_all_ranks(lambda: registry.load(registry.TRACKER_CHECK)(config.metrics.sinks, setting.base))
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
@@ -105,6 +107,7 @@ def begin_evaluation(setting: Setting) -> RunSetup:
     Raises:
         UserError: As `begin`.
     """
+    settle_frozen(setting, live=False, trains=False)
     training = setting.config.data.validation_split > 0
     data = setting.ranks.first_rank_first(lambda: open_data(setting, training=training))
     check_same_rows(setting, data)

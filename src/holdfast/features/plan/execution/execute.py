@@ -92,7 +92,7 @@ def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
     Raises:
         UserError: The run could not start.
     """
-    shapes, notes = without_files(config, base)
+    shapes, notes = without_files(config, base, spec.device)
     _refuse_more_ranks_than_rows(shapes, spec.ranks)
     import_first(shapes)
     _try_decoding(shapes, base)

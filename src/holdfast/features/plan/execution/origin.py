@@ -16,6 +16,8 @@ from holdfast.errors import ModelError
 from holdfast.models.files.configuration import config_from_values
 from holdfast.models.files.origin import load_tokenizer
 from holdfast.models.setup.model import configured
+from holdfast.training.run import ConfiguredRun
+from holdfast.training.setup.frozen import settled_for_plan
 
 SHAPE_FOLDER = Path(__file__).with_name("shapes")
 """Configurations of models that are planned often, by the hub's name with -- for its slash."""
@@ -23,13 +25,20 @@ _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 _BUILT_IN = "builtin:characters"
 
 
-def without_files(config: TrainingConfig, base: Path) -> tuple[TrainingConfig, list[str]]:
-    """Return the configuration with the shapes of its models in the place of their files, and what that leaves out.
+def without_files(config: TrainingConfig, base: Path, device: str) -> tuple[TrainingConfig, list[str]]:
+    """Return the configuration with the shapes of its models in the place of their files, and what to know of it.
+
+    Args:
+        config: The user's own.
+        base: The directory of its YAML.
+        device: The type of device that is planned for, "cuda" or "cpu".
 
     Raises:
         ModelError: A model's configuration is neither here nor among those that are known.
     """
+    config, settled = settled_for_plan(ConfiguredRun(config=config, base=base), device)
     model, notes = shape_of(config.model, base)
+    notes += settled
     changed: dict[str, Any] = {"model": model}
     if model.lora is not None and model.lora.path is not None:
         changed["model"] = model.model_copy(update={"lora": model.lora.model_copy(update={"path": None})})

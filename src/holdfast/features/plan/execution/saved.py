@@ -125,7 +125,7 @@ def learned_states(config: TrainingConfig, policy: PolicyModel) -> dict[str, Ten
 def saved_weights(config: TrainingConfig, policy: PolicyModel) -> dict[str, Tensor]:
     """Return what a checkpoint holds of a model that has no memory, and of its averages, under DCP names."""
     averages = averages_of(config.optim, sharded_parameters(policy))
-    holdings = hold(policy, frozen=config.checkpoint.frozen == "save", averages=averages.tensors if averages else {})
+    holdings = hold(policy, frozen=config.checkpoint.frozen != "skip", averages=averages.tensors if averages else {})
     return tensors_of(holdings)
 
 

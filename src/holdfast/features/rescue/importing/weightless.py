@@ -50,6 +50,9 @@ def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
         UserError: The configuration cannot be run, or keeps more than one model's state.
     """
     _refuse_several(config)
+    if config.checkpoint.frozen == "auto":  # what is imported may have other frozen weights than model.path
+        saving = config.checkpoint.model_copy(update={"frozen": "save"})
+        config = config.model_copy(update={"checkpoint": saving})
     setting = Setting.of(config, base, world)
     started = begin(setting, Live())
     fingerprint_base_of_adapters(setting)
