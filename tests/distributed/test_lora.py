@@ -407,6 +407,30 @@ def test_a_resume_beside_other_frozen_weights_is_refused_with_both_hashes_and_on
         pools(2).run(run, declared)
 
 
+def test_adapters_over_the_weights_of_a_checkpoint_are_not_saved_without_them(
+    pools: Any, llama: Path, tmp_path: Path
+) -> None:
+    whole = saved(tmp_path, llama, 1)
+    del whole["model"]["lora"]
+    pools(2).run(run, whole)
+    start = {"init_from": str(tmp_path / "r/checkpoints/step-00000001")}
+
+    declared = {"freeze": [".*"], "add": [".*lora.*"]}
+
+    def other(frozen: str) -> dict[str, Any]:
+        return saved(tmp_path, llama, 1, frozen=frozen, resume=declared, **start) | {
+            "run": {"dir": str(tmp_path), "name": frozen}
+        }
+
+    errors = pools(2).errors(run, other("skip"))
+    pools(2).run(run, other("auto"))
+
+    assert [kind for kind, _ in errors] == ["ConfigError"] * 2
+    assert "checkpoint.frozen" in errors[0][1]
+    assert not (tmp_path / "skip").exists()
+    assert find.one(str(tmp_path / "auto")).manifest.contents[0] != "trained parameters"
+
+
 def test_checkpoints_beside_a_local_directory_hold_adapters_alone_and_resume_bit_for_bit(
     pools: Any, llama: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.loading.base import located_base, recorded_base
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.errors import ModelError, UserError
+from holdfast.errors import ConfigError, ModelError, UserError
 from holdfast.models.files.places import local_directory
 from holdfast.training.directory import checkpoint_place, is_run
 from holdfast.training.run import ConfiguredRun, Setting
@@ -38,6 +38,8 @@ class Recorded:
     path: str
     manifest: Manifest
     frozen_dtype: str
+    is_own: bool
+    """Whether the run that starts has written it."""
 
     @property
     def frozen(self) -> Frozen:
@@ -169,7 +171,13 @@ def _refuse_other_base(run: ConfiguredRun, start: Recorded) -> None:
 
     Raises:
         CheckpointMismatch: With both hashes.
+        ConfigError: A resume would read others than this start does.
     """
+    if run.config.checkpoint.frozen == "skip" and start.frozen == "save" and not start.is_own:
+        raise ConfigError(
+            f"checkpoint.frozen: skip, but frozen weights come from {start.path}, and a resume would read those of "
+            "model.path. Use checkpoint.frozen: save."
+        )
     from_files = start.frozen == "skip" and recorded_base(start.manifest) is not None and run.config.model.path
     if from_files and "model" not in run.config.checkpoint.resume.changed:
         other = "To go on beside other weights, declare it: checkpoint.resume.changed: [model]."
@@ -187,7 +195,8 @@ def recorded(run: ConfiguredRun) -> Recorded | None:
             manifest = read_manifest(storage, name)
             settings = saved_settings_of(storage, name, manifest)
             dtype = str(settings.get("model.frozen_dtype", "same"))
-            return Recorded(f"{storage.root}/{name}", manifest, "same" if dtype == "auto" else dtype)
+            is_own = storage.root == open_storage(checkpoint_place(run.directory, run.config)).root
+            return Recorded(f"{storage.root}/{name}", manifest, "same" if dtype == "auto" else dtype, is_own)
     return None
 
 
