@@ -57,7 +57,7 @@ def test_compiled_blocks_tell_what_their_routers_chose(pools: Any, tmp_path: Pat
 
 
 def train_with_a_broken_compiler(
-    world: World, tree: dict[str, Any], rows: Any, broken: int, place: str
+    world: World, tree: dict[str, Any], rows: Any, broken: int, place: str, full: str = ""
 ) -> dict[str, Any]:
     """Train where one rank finds no C++ compiler; return what `train` does, and what was printed of the blocks.
 
@@ -66,14 +66,13 @@ def train_with_a_broken_compiler(
         tree, rows: Of the run.
         broken: The rank.
         place: Of programs, where none are from earlier tests.
+        full: A directory without room, where that rank's compiler writes: it has a compiler then.
     """
     torch._dynamo.reset()
-    printed = io.StringIO()
-    programs = {"TORCHINDUCTOR_CACHE_DIR": place}
-    broken_one = torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)} if world.rank == broken else {})
+    printed, breaks = io.StringIO(), world.rank == broken
+    broken_one = torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)} if breaks and not full else {})
     with pytest.MonkeyPatch.context() as variables, broken_one, redirect_stdout(printed):
-        for name, value in programs.items():
-            variables.setenv(name, value)
+        variables.setenv("TORCHINDUCTOR_CACHE_DIR", full if breaks and full else place)
         outcome = train(world, tree, rows)
     lines = [line for line in printed.getvalue().splitlines() if line.startswith("blocks: ")]
     return outcome | {"printed": lines}
