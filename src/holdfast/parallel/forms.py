@@ -160,7 +160,7 @@ class Forms:
             if before is not None and before != standing.value and can_be_so:
                 self._uses[name](before)
                 self._decide(replace(standing, value=before, reason="" if before else BEGAN_SO, speedups=()))
-            elif recorded and standing.value != (before or 0):
+            elif recorded and bool(standing.value) != bool(before):
                 changes.append((standing, before or 0))
         return [
             f"note: {standing}; before this start {Standing(standing.name, before).words}. {OTHER_SUMS}"
