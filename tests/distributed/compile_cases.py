@@ -110,7 +110,7 @@ def train_as_on_a_card(world: World, tree: dict[str, Any], rows: Any, steps: int
 
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, compiled_by(slow), redirect_stdout(output):
-        patch.setattr(model, "Forms", lambda gather, timed: Forms(gather, timed=True))  # noqa: ARG005 - a card's
+        patch.setattr(model, "Forms", lambda gather, timed, rank: Forms(gather, timed=True, rank=rank))  # noqa: ARG005 - a card's
         patch.setattr(SFTConfig, "compiles_blocks", lambda *_: True)
         outcome = train(world, tree, rows, steps)
     return outcome | {"printed": [line for line in output.getvalue().splitlines() if line.startswith("blocks: ")]}

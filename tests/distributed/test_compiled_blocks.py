@@ -148,16 +148,33 @@ def test_compiled_blocks_that_are_slower_are_left_and_leave_no_bit_behind(
     assert min(speedups) < 1
 
 
-def test_a_run_whose_blocks_did_not_compile_at_its_start_goes_on_uncompiled(pools: Any, tmp_path: Path) -> None:
-    def until(steps: int, folder: str, compile_: str) -> dict[str, Any]:
-        return tree(str(tmp_path / folder), steps=steps, parallel={"compile": compile_})
+def test_a_run_that_asks_for_compiled_blocks_has_them_as_soon_as_they_compile(pools: Any, tmp_path: Path) -> None:
+    def until(steps: int) -> dict[str, Any]:
+        return tree(str(tmp_path), steps=steps, parallel={"compile": "blocks"})
 
-    pools(1).run(runs_of_forms, [until(2, "mended", "blocks"), until(4, "mended", "blocks")], (0,))
-    pools(1).run(run, until(4, "eager", "off"))
+    printed = pools(1).run(runs_of_forms, [until(2), until(4), until(5)], (0,))[0]
 
-    mended, eager = (read_metrics(tmp_path / folder / "r" / "metrics.jsonl") for folder in ("mended", "eager"))
-    assert [line["loss"] for line in mended] == [line["loss"] for line in eager]
-    assert [line.get("form/blocks") for line in mended] == [0.0, None, 0.0, None]
-    for step in (2, 4):
-        saved = tmp_path / "mended" / "r" / "checkpoints" / f"step-0000000{step}" / "trainer.json"
-        assert json.loads(saved.read_text())["state"]["forms"] == {"blocks": 0}
+    assert [len(lines) for lines in printed] == [0, 1, 0]
+    lines = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert [line.get("form/blocks") for line in lines] == [0.0, None, 1.0, None, 1.0]
+    for step, value in ((2, 0), (4, 1)):
+        saved = tmp_path / "r" / "checkpoints" / f"step-0000000{step}" / "trainer.json"
+        assert json.loads(saved.read_text())["state"]["forms"] == {"blocks": value}
+
+
+def test_columns_of_forms_stand_in_the_next_line_that_is_written(pools: Any, tmp_path: Path) -> None:
+    values = tree(str(tmp_path), steps=4, parallel={"compile": "blocks"}, metrics={"progress": "off", "log_every": 2})
+
+    pools(1).run(runs_of_forms, [values])
+
+    lines = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert [(line["step"], line.get("form/blocks")) for line in lines] == [(2, 1.0), (4, None)]
+
+
+def test_a_run_that_was_compiled_by_key_and_one_that_is_from_now_on_say_so(pools: Any, tmp_path: Path) -> None:
+    trees = [tree(str(tmp_path), steps=steps, parallel={"compile": key}) for steps, key in ((2, "off"), (4, "blocks"))]
+
+    printed = pools(1).run(runs_of_forms, trees)[0]
+
+    assert [len(lines) for lines in printed] == [0, 1]
+    assert [start["forms"].get("blocks", 0) for start in events(tmp_path / "r", "start")] == [0, 1]

@@ -19,7 +19,7 @@ from holdfast.models.check.head_forms import compare_forms
 from holdfast.models.chunks.form import ScoreOptions
 from holdfast.models.chunks.kernel_form import KernelForm, kernel_tokens, why_no_kernels, why_no_triton
 from holdfast.models.chunks.logits import HeadWeights
-from holdfast.models.heads.form import described, form_record, leave_kernels
+from holdfast.models.heads.form import described, form_record, use_kernels
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.family import HeadSpec, family_of
 from holdfast.training.setup.head import why_unused
@@ -93,7 +93,7 @@ def test_without_triton_the_comparison_names_it_and_the_head_is_torchs_again() -
 
     assert reason == "they failed (ModuleNotFoundError: No module named 'triton')"
     assert form_record(policy, torch.device("cpu")) == {"form": "kernels", "chunk_tokens": 16}
-    leave_kernels(policy)
+    use_kernels(policy, 0)
     record = form_record(policy, torch.device("cpu"))
     assert record is not None
     assert described(record) == "torch's operations, 4,096 tokens at a time"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.parallel.forms import BEGAN_SO, ROUNDS, Candidate, Forms, timed_rounds
+from holdfast.parallel.forms import BEGAN_SO, ROUNDS, Candidate, Forms, Standing, timed_rounds
 
 
 class Switch:
@@ -80,8 +80,9 @@ def test_ranks_use_a_form_together_or_none_does(others: tuple[str, Any], value: 
 
 
 CONTINUED = {
-    "was plain": (0, "", WINS, 0, 0),
-    "was used and is slower here": (1, "", [(2.0, 1.0)] * 3, 1, 0),
+    "was plain": (0, "", WINS, 0, 1),
+    "was used and is slower here": (1, "", [(2.0, 1.0)] * 3, 1, 1),
+    "was used and is used": (1, "", WINS, 1, 0),
     "was used and differs here": (1, "differs", None, 0, 1),
     "is new": (None, "", WINS, 1, 1),
 }
@@ -121,8 +122,36 @@ def test_a_run_without_a_record_keeps_what_was_chosen() -> None:
     forms, switch = Forms(timed=True), Switch("", WINS)
     forms.choose(switch.candidate())
 
-    assert forms.resume({}) == []
+    assert forms.resume(None) == []
     assert forms.record == {"blocks": 1}
+
+
+def test_a_form_that_a_key_names_is_used_whatever_was_recorded_or_is_faster() -> None:
+    forms, switch = Forms(timed=True), Switch("", [(2.0, 1.0)] * 3)
+
+    forms.choose(switch.candidate()._replace(is_asked=True))
+    (line,) = forms.resume({"blocks": 0})
+
+    assert (switch.placed[-1], switch.timed, forms.record) == (1, 0, {"blocks": 1})
+    assert line.startswith("note: blocks")
+
+
+def test_copies_whose_sums_are_the_same_are_no_change_worth_a_line() -> None:
+    one_rank, several = Forms(), Forms()
+    one_rank.note("copies", 1)
+
+    assert one_rank.resume({"copies": 0}) == []
+    assert several.resume({"copies": 1}) == []
+
+
+def test_a_form_that_one_rank_gives_up_at_the_start_is_given_up_by_all() -> None:
+    forms, switch = Forms(lambda item: [item, "rank 1's memory"]), Switch()
+    forms.standings["blocks"] = Standing("blocks", 1)
+    forms._candidates["blocks"] = switch.candidate()
+
+    forms.give_up("blocks", "")
+
+    assert (switch.placed, forms.record) == ([0], {"blocks": 0})
 
 
 def test_a_resume_tells_once_of_a_form_that_its_configuration_leaves_out() -> None:
@@ -141,8 +170,10 @@ def test_a_form_that_is_given_up_is_printed_and_kept_for_the_other_ranks(capsys:
 
     forms.lose("layers", "no kernel for this")
 
-    assert "no kernel for this" in capsys.readouterr().out
-    assert forms.lost == [("layers", "no kernel for this")]
+    forms.lose("layers", "no kernel for that")
+
+    assert capsys.readouterr().out.count("no kernel for") == 1
+    assert forms.lost == [("layers", "no kernel for this")], "once, however many parts of it are given up"
 
 
 def sleeping(seconds: float, runs: list[str], name: str) -> Callable[[], None]:

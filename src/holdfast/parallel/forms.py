@@ -21,6 +21,8 @@ TIMED_TOKENS = 4096
 ROUNDS = 3
 """In each of which a form has to be faster than its plain form."""
 
+_SAME_BITS = "copies"
+"""The form whose sums are the plain form's, to the bit."""
 OTHER_SUMS = "Sums are added up in another order, so numbers may differ by rounding"
 BEGAN_SO = "the run began so"
 
@@ -34,11 +36,13 @@ class Words(NamedTuple):
     subject: str
     form: str
     plain: str
+    given_up: str = ""
+    """Where a rank gives a part of it up; the words of the plain form where it gives up all of it."""
 
 
 WORDS = {
     "head": Words("head", "Triton kernels", "torch's operations"),
-    "blocks": Words("blocks", "compiled", "not compiled"),
+    "blocks": Words("blocks", "compiled", "not compiled", "a part of them runs uncompiled"),
     "copies": Words("weights", "whole on one rank, with copies in the compute dtype", "sharded by FSDP2"),
     "prompts": Words("rollouts", "long prompts are computed in pieces", "long prompts are computed at once"),
     "attention": Words("rollouts", "attention reads blocks of keys and values in place", "attention gathers blocks"),
@@ -90,6 +94,8 @@ class Candidate(NamedTuple):
     rounds: Callable[[], Sequence[Times]] | None = None
     """Times both; all ranks call it together. None where time does not matter."""
     value: int = 1
+    is_asked: bool = False
+    """Whether a user's key names the form: it is not timed, and it is used whatever was recorded."""
     detail: Callable[[], str] = str
     """Returns what is printed behind the form's words, after the comparison."""
 
@@ -100,11 +106,15 @@ class Forms:
     Args:
         gather: Returns an item of each rank, in their order.
         timed: Whether forms are timed.
+        rank: This rank's, None for one alone.
     """
 
-    def __init__(self, gather: Callable[[Any], list[Any]] = lambda item: [item], *, timed: bool = False) -> None:
-        self._gather, self.times = gather, timed
-        self._uses: dict[str, Callable[[int], object]] = {}
+    def __init__(
+        self, gather: Callable[[Any], list[Any]] = lambda item: [item], *, timed: bool = False, rank: int | None = None
+    ) -> None:
+        self._gather, self.times, self._rank = gather, timed, rank
+        self._candidates: dict[str, Candidate] = {}
+        self._given_up: set[str] = set()
         self._recorded: Mapping[str, int] = {}
         """Of the checkpoint that the run goes on from."""
         self.standings: dict[str, Standing] = {}
@@ -121,8 +131,8 @@ class Forms:
     def choose(self, candidate: Candidate) -> Standing:
         """Decide on a form, which is in place; all ranks call this together, with the same candidate."""
         name, value = candidate.name, candidate.value
-        before = self._recorded.get(name)
-        self._uses[name] = candidate.use
+        before = None if candidate.is_asked else self._recorded.get(name)
+        self._candidates[name] = candidate
         if before == 0:
             standing = Standing(name, 0, BEGAN_SO)
         else:
@@ -131,7 +141,7 @@ class Forms:
             standing = Standing(name, 0, reason)
             if not reason:
                 standing = Standing(name, value, detail=candidate.detail(), agrees=value)
-            if not reason and before is None and self.times and candidate.rounds is not None:
+            if not reason and before is None and self.times and not candidate.is_asked and candidate.rounds is not None:
                 standing = _judged(standing, self._gather(list(candidate.rounds())))
         candidate.use(standing.value)
         self._decide(standing)
@@ -143,34 +153,55 @@ class Forms:
         self._decide(standing)
         return standing
 
-    def resume(self, recorded: Mapping[str, int]) -> list[str]:
+    def give_up(self, name: str, reason: str) -> None:
+        """Use the plain form on all ranks where one has a reason to; all ranks call this together."""
+        if reason := next(filter(None, self._gather(reason)), ""):
+            self._candidates[name].use(0)
+            self._decide(Standing(name, 0, reason))
+
+    def resume(self, recorded: Mapping[str, int] | None) -> list[str]:
         """Use what a checkpoint recorded, so far as this machine can; all ranks call this together.
 
+        Args:
+            recorded: None where there is no checkpoint, or one without a record.
+
         Returns:
-            A line for each form that cannot be what it was.
+            A line for each form that differs from what was recorded, or from what was printed at this start.
         """
+        if recorded is None:
+            return []
         recorded = {name: value for name, value in recorded.items() if name in WORDS}  # a later version may have others
         # A model's forms were chosen when it was built; those of rollouts are chosen when an engine has weights.
         gone = {name for name in recorded if WORDS[name].subject != "rollouts" and name not in self.standings}
         self._recorded = {name: value for name, value in recorded.items() if name not in gone}
-        changes = [(Standing(name, 0), recorded[name]) for name in sorted(gone) if recorded[name]]
+        changes = [(Standing(name, 0), recorded[name]) for name in sorted(gone - {_SAME_BITS}) if recorded[name]]
+        lines = []
         for name, standing in list(self.standings.items()):
             before = recorded.get(name)
-            can_be_so = name in self._uses and before in (0, standing.agrees)
-            if before is not None and before != standing.value and can_be_so:
-                self._uses[name](before)
-                self._decide(replace(standing, value=before, reason="" if before else BEGAN_SO, speedups=()))
-            elif recorded and bool(standing.value) != bool(before):
+            candidate = self._candidates.get(name)
+            follows = candidate is not None and not candidate.is_asked and before in {0, standing.agrees}
+            if before is not None and before != standing.value and candidate is not None and follows:
+                candidate.use(before)
+                again = replace(standing, value=before, reason="" if before else BEGAN_SO, speedups=(), detail="")
+                self._decide(again)
+                lines.append(f"{again}{'' if again.reason else ', as the run began'}")
+            elif name != _SAME_BITS and bool(standing.value) != bool(before):
                 changes.append((standing, before or 0))
-        return [
+        return lines + [
             f"note: {standing}; before this start {Standing(standing.name, before).words}. {OTHER_SUMS}"
             for standing, before in changes
         ]
 
     def lose(self, name: str, reason: str) -> None:
-        """Note that this rank has given a form up, which is printed at once; other ranks learn of it after the step."""
-        words = WORDS[name]
-        print(f"{words.subject}: {words.plain} from here on, since {reason}", flush=True)
+        """Note that this rank has given a form up; other ranks learn of it after the step.
+
+        That is printed at once, for the first part of a form that is given up.
+        """
+        if name in self._given_up:
+            return
+        self._given_up.add(name)
+        words, place = WORDS[name], "" if self._rank is None else f" on rank {self._rank}"
+        print(f"{words.subject}: {words.given_up or words.plain} from here on{place}, since {reason}", flush=True)
         self.lost.append((name, reason))
 
     def _decide(self, standing: Standing) -> None:

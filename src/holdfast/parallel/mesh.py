@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -24,6 +25,7 @@ from holdfast.parallel.rank_log import RankLog
 from holdfast.parallel.rendezvous import number_of_call, on_loopback, store_of
 
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
+FORMS_VARIABLE = "HOLDFAST_PROVE_FORMS"
 """Set by `holdfast prove` alone: rank:step:phase at which a rank kills itself, and what is damaged after a resume."""
 
 AXES = ("replicate", "shard", "context", "expert")
@@ -55,6 +57,8 @@ class World:
     """Name of this machine."""
     log: RankLog | None = None
     """Log of this rank's output; None under our launcher, which writes the logs itself, and in Python calls."""
+    forms: dict[str, int] | None = None
+    """Optional forms that a new run follows as if they were recorded: both runs of `holdfast prove` have the same."""
 
     @property
     def is_first(self) -> bool:
@@ -110,7 +114,8 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
                 local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or counted
                 log = RankLog(rank, size, host) if logs and not directory and size > 1 else None
                 broken = os.environ.get(BREAK_VARIABLE)
-                yield World(rank, size, local_rank, device, channel, local_size, broken, began, host, log)
+                forms = json.loads(os.environ.get(FORMS_VARIABLE, "null"))
+                yield World(rank, size, local_rank, device, channel, local_size, broken, began, host, log, forms)
                 dist.barrier()  # whoever hosts the store stays as long as another rank needs it
         finally:
             # Python calls may follow in this process; a second `init_process_group` raises while a

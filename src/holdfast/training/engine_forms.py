@@ -14,7 +14,8 @@ def settle_forms(sharded: ShardedModel, engine: InProcessEngine) -> None:
         engine: What samples from it.
     """
     setting = sharded.setting
-    if setting.without_numbers is not None:
+    # An engine of one evaluation has no part of the memory yet, and finds out for itself what it needs to know.
+    if setting.without_numbers is not None or engine.block_limit is None:
         return
     for standing in engine.choose_forms(sharded.forms):
         # A form that is used where nothing else could be expected is no news.

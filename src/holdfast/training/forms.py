@@ -20,8 +20,12 @@ def resume_forms(run: Run) -> list[str]:
 
     All ranks call this together, after the checkpoint was loaded.
     """
-    models = _models(run)
-    lines = [line for trained in models.values() for line in trained.forms.resume(trained.state.forms)]
+    lines = []
+    for model, trained in _models(run).items():
+        recorded = trained.state.forms
+        if recorded is None and not model:
+            recorded = run.setting.world.forms
+        lines += trained.forms.resume(recorded)
     record_forms(run)
     return lines
 

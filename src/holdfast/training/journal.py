@@ -144,7 +144,8 @@ class Journal:
         head = form_record(self._run.trained.model, world.device)
         if world.is_first:
             self._note_chunks(head)
-        form: dict[str, Any] = {"forms": dict(self._run.trained.state.forms)} | ({} if head is None else {"head": head})
+        forms = dict(self._run.trained.state.forms or {})
+        form: dict[str, Any] = {"forms": forms} | ({} if head is None else {"head": head})
         if self._run.image_rules:
             form["images"] = dict(self._run.image_rules)
         self.event("start", time=time.time(), ranks=world.size, device=world.device.type, **form)
@@ -196,6 +197,8 @@ class Journal:
         for name, value in line.items():
             if name.startswith(("data/", "health/")) and name not in _OF_A_STEP:
                 self._events[name] += value
+            elif f"{EVENT}/" in name:
+                self._events[name] = value
         self._unwritten = step, line
         if due or step % self._run.setting.config.metrics.log_every == 0 or step == self._run.trained.total_steps:
             self._write_last()

@@ -91,6 +91,8 @@ class Setting(ConfiguredRun):
     log: Logbook = field(default_factory=Logbook)
     interrupted: Callable[[], bool] = lambda: False
     """Returns whether this rank was asked to stop; rollouts and evaluations are then abandoned."""
+    trains: bool = True
+    """Whether steps follow; False where a model is only evaluated."""
     without_numbers: Callable[[], AbstractContextManager[object]] | None = None
     """In `holdfast plan`, the context in which a model's memory is allocated as fake tensors, without reading weights
     and without the check before step 1. None in a run."""
@@ -145,8 +147,8 @@ class TrainState:
     cache_blocks: SavedCount = 0
     """Most blocks of keys and values that our own decoding has on a rank, since they decide which completions are
     decoded together. Set when that engine first has weights; 0 before, and where another engine samples."""
-    forms: dict[str, SavedCount] = field(default_factory=dict)
-    """Optional forms by name, 0 where the plain form is used; see parallel/forms.py."""
+    forms: dict[str, SavedCount] | None = None
+    """Optional forms by name, 0 where the plain form is used; see parallel/forms.py. None in a new run."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
     companions: dict[str, TrainState] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.files import python_module
 from holdfast.launch.environment import inherited, resolve_ranks
+from holdfast.training.directory import events
 
 PROOF_PHASES = {
     "sft": ("data", "forward_backward", "optimizer"),
@@ -36,6 +37,7 @@ PROOF_PHASES = {
 }
 """What a step passes through, by verb."""
 _KILL_VARIABLE, _BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
+_FORMS_VARIABLE = "HOLDFAST_PROVE_FORMS"
 """As `parallel.mesh` has them; repeated here because that imports torch."""
 PROVED_METRICS = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
 _STRAIGHT, _KILLED = "straight", "killed"
@@ -104,11 +106,18 @@ def prove(
         print(_OUTSIDE.format(plan.outside), flush=True)
     _run(plan, straight, {}, expected=0)
     print(f"killed: SIGKILL to rank {plan.rank} in phase {plan.phase} of step {kill_at}", flush=True)
-    first = _run(plan, broken, {_KILL_VARIABLE: f"{plan.rank}:{kill_at}:{plan.phase}"}, expected=3)
+    alike = {_FORMS_VARIABLE: json.dumps(_forms_of(straight))}
+    first = _run(plan, broken, alike | {_KILL_VARIABLE: f"{plan.rank}:{kill_at}:{plan.phase}"}, expected=3)
     began = len(_lines(broken))
-    second = _run(plan, broken, {_BREAK_VARIABLE: break_} if break_ else {}, expected=0)
+    second = _run(plan, broken, alike | ({_BREAK_VARIABLE: break_} if break_ else {}), expected=0)
     _print_resume(plan, broken, began, first, second)
     return _compare(straight, broken, same_sampling=not plan.outside)
+
+
+def _forms_of(directory: Path) -> dict[str, int]:
+    """Return the optional forms that a run has chosen, by its events; see `training.forms`."""
+    chosen = (event for event in events(directory, "form") if "rank" not in event and "model" not in event)
+    return {event["form"]: event["value"] for event in chosen}
 
 
 def _outside(config: TrainingConfig, base: Path) -> str:

@@ -38,6 +38,7 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.training.directory import CHECKPOINTS
+from holdfast.training.forms import resume_forms
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.episodes import open_environments
 from holdfast.training.policy.run import PolicyRun
@@ -145,6 +146,7 @@ class _Rebuilt:
         manifest = named_manifest(self.storage, name, ranks)
         choice = ResumeChoice(name, manifest, f"weights of step {step}")
         resume(self.run.common, self.storage, choice, ranks, manifest.run_id)
+        resume_forms(self.run.common)
 
 
 def _has(storage: Storage, step: int) -> bool:

@@ -184,9 +184,9 @@ class InProcessEngine(ReplicaEngine):
         if steps < CHECKED_STEPS or (self.in_place is None and self._recorder is None):
             return chosen
         request = made_up(self._predictor(), self._rows, self.longest)
-        longest = len(request.prompt) + self._sampling.max_new_tokens
+        longest = max(self.longest, len(request.prompt) + self._sampling.max_new_tokens)
         with self._replica.for_few_rows(), self.decoding(longest, planned=True) as decoding:
-            trial = Trial(decoding, request, steps)
+            trial = Trial(decoding, request, steps, longest)
             if self.in_place is not None:
                 chosen.append(trial.choose_attention(forms, self.in_place))
             if self._recorder is not None:

@@ -13,12 +13,13 @@ from holdfast.rollout.engine import Request
 from holdfast.rollout.local.block_attention import InPlace
 from holdfast.rollout.local.decoding import Decoding
 from holdfast.rollout.local.fused import CompiledLayers, compiled_graph, copied, put_back
-from holdfast.rollout.local.graphs import DrawToken, NotReplayable, Recorder, recorded_graph
+from holdfast.rollout.local.graphs import CHECKED_STEPS, DrawToken, NotReplayable, Recorder, recorded_graph
 from holdfast.rollout.local.predictor import Predictor
 
-MOST_ROWS = 64
+_MOST_ROWS, _MOST_TOKENS = 64, 2**16
+"""Of a trial, with the longest rows that a run may have."""
 _PROMPT = 256
-"""Most tokens of a made-up prompt."""
+"""Most tokens of a made-up prompt; a row is then taken for one of any length."""
 
 
 def made_up(predictor: Predictor, rows: int, longest: int) -> Request:
@@ -26,14 +27,15 @@ def made_up(predictor: Predictor, rows: int, longest: int) -> Request:
 
     Args:
         predictor: Has the vocabulary and the positions.
-        rows: How many.
-        longest: Tokens that a row may begin with.
+        rows: How many, at most.
+        longest: Tokens of a row, at most.
     """
     replica = predictor.replica
     vocabulary, marks = replica.model.config.get_text_config().vocab_size, list(replica.family.image_marks)
     plain = np.setdiff1d(np.arange(vocabulary), marks)
     length = max(1, min(_PROMPT, longest // 2, predictor.positions // 2))
-    return Request(0, np.random.default_rng(0).choice(plain, length), tuple(range(min(rows, MOST_ROWS))))
+    count = max(1, min(rows, _MOST_ROWS, _MOST_TOKENS // max(longest, 1)))
+    return Request(0, np.random.default_rng(0).choice(plain, length), tuple(range(count)))
 
 
 class Trial:
@@ -43,14 +45,24 @@ class Trial:
         decoding: Without rows.
         request: Of the rows.
         steps: How many steps are timed at once.
+        longest: Tokens of a row, at most.
     """
 
-    def __init__(self, decoding: Decoding, request: Request, steps: int) -> None:
+    def __init__(self, decoding: Decoding, request: Request, steps: int, longest: int) -> None:
         self._rows, self._predictor, self._steps = decoding.on_device, decoding.predictor, steps
         decoding.submit([request])
         decoding.begin_rows()
         decoding.prepare(steps)
         self._start = copied(self._rows)
+        self._decoding = decoding
+        self._longest = min(longest, self._predictor.positions) - max(steps, CHECKED_STEPS) - 1
+
+    def stretch(self) -> None:
+        """Let rows be as long as the run's longest, whatever their keys and values are; the time of a step follows."""
+        if self._longest > int(self._rows.lengths.max()):
+            self._rows.stretch(self._longest)
+            self._decoding.prepare(self._steps)
+            self._start = copied(self._rows)
 
     def choose_attention(self, forms: Forms, in_place: InPlace) -> Standing:
         """Decide whether steps read blocks of keys and values in place."""
@@ -63,7 +75,13 @@ class Trial:
             in_place.use(value)
             self._repeat(self._rows.step)
 
-        rounds = lambda: timed_rounds(lambda: step_by(1), lambda: step_by(0), self._predictor.device)  # noqa: E731
+        def rounds() -> list[Times]:
+            self.stretch()
+            try:
+                return timed_rounds(lambda: step_by(1), lambda: step_by(0), self._predictor.device)
+            except torch.OutOfMemoryError:  # gathered blocks of long rows have no room
+                return []
+
         return forms.choose(Candidate("attention", in_place.use, compare, rounds))
 
     def choose_graphs(
@@ -79,11 +97,14 @@ class Trial:
         """
         rows, predictor = self._rows, self._predictor
         graphs: dict[str, DrawToken] = {}
+        broken = ""
 
         def compare(name: str, record: Callable[[], DrawToken]) -> str:
+            nonlocal broken
             try:
                 graphs[name] = record()
             except NotReplayable as error:
+                broken = str(error) if error.__cause__ is not None else broken
                 return str(error)
             except torch.OutOfMemoryError:
                 return "memory has no room for the recording"
@@ -103,9 +124,13 @@ class Trial:
             fused = partial(compiled_graph, recorder, rows, predictor, layers)
             rounds = timed("layers", lambda: graphs["steps"])
             standings.append(forms.choose(Candidate("layers", layers.use, partial(compare, "layers", fused), rounds)))
-        return standings
+            forms.give_up("steps", broken)  # a recording that failed in its midst leaves no memory for another one
+        return [forms.standings[standing.name] for standing in standings]
 
     def _repeat(self, draw_token: DrawToken) -> None:
+        lengths = self._rows.lengths.copy()
         for _ in range(self._steps):
             draw_token()
+            self._rows.lengths += 1
+        self._rows.lengths = lengths
         put_back(self._rows, self._start)

@@ -220,7 +220,10 @@ def _sharded(
 
 
 def _sampler(config: GRPOConfig, sharded: ShardedModel) -> Sampler:
-    return Sampler(open_engine(sharded, config.rollout, tells_experts=config.rollout.replay_routing))
+    # Turns are decoded operation by operation, since their prompts grow: no recording is tried for them.
+    graphs = config.rollout.graphs if config.environment is None else "off"
+    rollout = config.rollout.model_copy(update={"graphs": graphs})
+    return Sampler(open_engine(sharded, rollout, tells_experts=config.rollout.replay_routing))
 
 
 def _deal_memory(

@@ -107,6 +107,7 @@ def begin_evaluation(setting: Setting) -> RunSetup:
     Raises:
         UserError: As `begin`.
     """
+    setting.trains = False
     settle_frozen(setting, live=False, trains=False)
     training = setting.config.data.validation_split > 0
     data = setting.ranks.first_rank_first(lambda: open_data(setting, training=training))

@@ -48,8 +48,8 @@ def check_compiled(
         reason = setting.config.left_uncompiled(setting.world.device.type)
         return [*check(), *([str(forms.note("blocks", 0, reason))] if reason else [])]
     before, all_raise = _seconds_of_compiling(), setting.whether_all_raise()
-    # A user who asks for compiled blocks by name has them.
-    is_timed = forms.times and setting.config.parallel.compile != "blocks"
+    is_asked = setting.config.parallel.compile == "blocks"
+    is_timed = forms.times and not is_asked
     lines: list[str] = []
 
     def compare() -> str:
@@ -67,9 +67,10 @@ def check_compiled(
 
     rounds = _Passes(sharded, compiler, images).rounds if is_timed else None
     seconds = lambda: f" in {_seconds_of_compiling() - before:.1f} s"  # noqa: E731 - a clause of the line
-    standing = forms.choose(Candidate("blocks", compiler.use, compare, rounds, detail=seconds))
+    standing = forms.choose(Candidate("blocks", compiler.use, compare, rounds, is_asked=is_asked, detail=seconds))
     if not standing.value:
-        return [*check(), str(standing)]
+        lines = check()
+    # Also where they are not compiled: a run that began with compiled blocks goes on with them.
     compiler.tell = partial(forms.lose, "blocks")
     if setting.world.is_first:
         compiler.begins = partial(_say_once, compiler)
@@ -113,7 +114,8 @@ class _Passes:
         self._compiler.use(value)
         policy, device = self._sharded.model, self._sharded.setting.world.device
         with restoring_gradients(policy, device):
-            form_gradients(policy, device, self._sharded.plan, self._examples, dropout=True)
+            dropout = self._sharded.setting.config.model.dropout
+            form_gradients(policy, device, self._sharded.plan, self._examples, dropout=dropout)
 
 
 def _say_once(compiler: BlockCompiler) -> None:

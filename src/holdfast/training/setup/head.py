@@ -83,4 +83,4 @@ def check_head_form(sharded: ShardedModel, images: ImageSide | None, reason: str
         return f", {tokens:,} tokens at a time; they agree with torch's operations to {found.difference:.0e}"
 
     use = partial(use_kernels, policy)
-    return str(forms.choose(Candidate("head", use, compare, lambda: found.times, tokens, detail)))
+    return str(forms.choose(Candidate("head", use, compare, lambda: found.times, tokens, detail=detail)))

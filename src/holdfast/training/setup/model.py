@@ -70,7 +70,8 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     ranks.on_all_ranks(lambda: join_context(config, world, origin, policy))
     no_kernels = choose_head_form(setting, policy, plan)
     # Without a checkpoint of its own, a frozen model has nowhere to record what was faster at a start.
-    forms = Forms(ranks.gather, timed=trained and device == "cuda")
+    rank = world.rank if world.size > 1 else None
+    forms = Forms(ranks.gather, timed=trained and setting.trains and device == "cuda", rank=rank)
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy, forms=forms)
     if setting.without_numbers is not None:
         with setting.without_numbers():
