@@ -180,8 +180,8 @@ def _refuse_other_base(run: ConfiguredRun, start: Recorded) -> None:
         )
     from_files = start.frozen == "skip" and recorded_base(start.manifest) is not None and run.config.model.path
     if from_files and "model" not in run.config.checkpoint.resume.changed:
-        other = "To go on beside other weights, declare it: checkpoint.resume.changed: [model]."
-        located_base(start.path, start.manifest, run.config.model, run.base, else_=other)
+        advice = "in model.path. To go on beside other weights, declare it: checkpoint.resume.changed: [model]."
+        located_base(start.path, start.manifest, run.config.model, run.base, advice=advice)
 
 
 def recorded(run: ConfiguredRun) -> Recorded | None:
