@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.keep import find
-from holdfast.config.load import from_mapping
+from holdfast.config.load import from_mapping, parse_file
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.training.run import ConfiguredRun
 from holdfast.training.setup.frozen import _choices, settled_for_plan
 from tests.cli.fixtures import write_run
+from tests.tiny import tiny_directory
 from tests.training.cases import run, tree
 
 LORA = {"lora": {"rank": 2}}
@@ -49,8 +50,30 @@ def test_frozen_weights_are_bfloat16_under_adapters_on_a_card_that_computes_so(
     tmp_path: Path, device: str, sections: dict[str, Any], expected: str
 ) -> None:
     assert configured(tmp_path, **sections).config.frozen_dtype(device) == expected
-    if "lora" in sections["model"]:
-        assert settled(tmp_path, device, **sections).model.frozen_dtype == expected
+    assert settled(tmp_path, device, **sections).model.frozen_dtype == expected
+
+
+def test_a_run_without_adapters_records_values_and_no_default(pools: Any, tmp_path: Path) -> None:
+    pools(1).run(run, tree(str(tmp_path), steps=1))
+
+    values = parse_file(tmp_path / "r/config.resolved.yaml").values
+    assert (values["model"]["frozen_dtype"], values["checkpoint"]["frozen"]) == ("same", "save")
+
+
+def test_frozen_weights_of_a_checkpoint_are_not_left_out_by_later_ones(pools: Any, tmp_path: Path) -> None:
+    base = tiny_directory(tmp_path / "base", "llama")
+    model = LORA | {"path": str(base), "config": None, "tokenizer": None}
+    pools(1).run(run, tree(str(tmp_path), steps=1, model=model, checkpoint={"frozen": "save"}))
+    left = sorted(tmp_path.rglob("*"))
+
+    (kind, message), *_ = pools(1).errors(run, tree(str(tmp_path), steps=2, model=model, checkpoint={"frozen": "skip"}))
+
+    assert kind == "ConfigError"
+    assert all(word in message for word in ("checkpoint.frozen: skip", "step-00000001", "checkpoint.frozen: save"))
+    assert sorted(tmp_path.rglob("*")) == left
+    pools(1).run(run, tree(str(tmp_path), steps=2, model=model))
+    newest = find.one(str(tmp_path / "r")).manifest
+    assert (newest.step, newest.contents[0]) == (2, "model")
 
 
 @pytest.mark.parametrize(("model", "lines"), [(LORA, 1), (LORA | {"frozen_dtype": "bfloat16"}, 0)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.checkpoint.format.snapshot import TRAINED
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
-from holdfast.checkpoint.loading.base import located_base
+from holdfast.checkpoint.loading.base import located_base, recorded_places
 from holdfast.config.sections.model import ModelConfig
 from holdfast.models.adapters.files import AdapterSource
 from holdfast.models.adapters.lora import add_adapters
@@ -48,13 +48,17 @@ class FrozenWeights(Mapping[str, Tensor]):
         return len(self.headers)
 
 
-def frozen_weights(checkpoints: Sequence[StoredCheckpoint], origin: Blueprint, section: ModelConfig) -> FrozenWeights:
+def frozen_weights(
+    checkpoints: Sequence[StoredCheckpoint], origin: Blueprint, section: ModelConfig, base: Path | None
+) -> FrozenWeights:
     """Return the frozen weights that checkpoints of one model leave out; none of whole checkpoints.
 
     Args:
         checkpoints: Of one model.
         origin: That model, as the checkpoints describe it.
-        section: The run's model section; its path is looked up from the current directory.
+        section: The run's model section. Its path is looked up from the current directory if nothing is where the run
+            read it.
+        base: The directory of the frozen weights; None looks where the run read them.
 
     Raises:
         CheckpointMismatch: The weights that they were saved beside are not there, or others are.
@@ -66,9 +70,11 @@ def frozen_weights(checkpoints: Sequence[StoredCheckpoint], origin: Blueprint, s
         directory = located_base(
             checkpoint.path,
             checkpoint.manifest,
-            section,
+            section if base is None else section.model_copy(update={"path": str(base.absolute())}),
             Path.cwd(),
-            else_="Adapters alone are written by `holdfast checkpoint export --adapter`.",
+            advice="by --base of `holdfast checkpoint export` or `average`. Adapters alone are written by "
+            "`holdfast checkpoint export --adapter`.",
+            places=recorded_places(checkpoint.manifest) if base is None else (),
         )
     storage = storage_of(section)[1]
     model = copy.deepcopy(origin.skeleton)

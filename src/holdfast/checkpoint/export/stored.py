@@ -63,7 +63,7 @@ PARENT = "parent.json"
 """What the run started from."""
 
 
-def export_stored(
+def export_stored(  # noqa: PLR0913 - what is written, from where, and how
     checkpoints: Sequence[StoredCheckpoint],
     directory: Path,
     *,
@@ -71,6 +71,7 @@ def export_stored(
     largest_file_bytes: int = 5_000_000_000,
     trust_remote_code: bool = False,
     averaged: bool = False,
+    base: Path | None = None,
 ) -> None:
     """Write a directory that plain transformers loads, from one checkpoint or the mean of several.
 
@@ -81,11 +82,12 @@ def export_stored(
         largest_file_bytes: Weights are spread over files of at most this size.
         trust_remote_code: Whether Python code that lies in the checkpoint may be run, where its model needs some.
         averaged: Write the averages of the weights that the run kept, in the dtype of the weights.
+        base: The directory of frozen weights that the checkpoints leave out; None looks where the run read them.
 
     Raises:
         ConfigError: The model needs code of its own, and that was not allowed; or the directory cannot be written.
         CheckpointCorrupt: A tensor's bytes are not those that were saved.
-        CheckpointMismatch: The checkpoints hold different models, or leave out weights that are not in model.path.
+        CheckpointMismatch: The checkpoints hold different models, or leave out weights that are not found.
         NoCheckpoint: The checkpoint lacks the files that describe its model, or the averages.
         ExportFailed: Writing failed, or what was written reads back differently.
     """
@@ -99,7 +101,7 @@ def export_stored(
         sources = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
         joins = _joins(origin, _model_section(Path(folder)))
         named = {"path": _settings(Path(folder))["model"]["path"]}
-        frozen = frozen_weights(checkpoints, origin, _model_section(Path(folder)).model_copy(update=named))
+        frozen = frozen_weights(checkpoints, origin, _model_section(Path(folder)).model_copy(update=named), base)
         headers = last.model_headers(dtype) | with_dtype(frozen.headers, dtype)
         _merge(headers, joins, dtype)
 

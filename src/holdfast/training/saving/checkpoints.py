@@ -33,7 +33,7 @@ from holdfast.training.saving.leases import RunLeases, check_seen
 from holdfast.training.saving.parents import parent_of
 from holdfast.training.saving.rehearsals import Rehearsals
 from holdfast.training.saving.resume import start_from
-from holdfast.training.saving.run_snapshot import Contents, checked_assets
+from holdfast.training.saving.run_snapshot import Contents, checked_assets, fingerprints_of
 
 
 class Checkpoints:
@@ -293,7 +293,7 @@ class Checkpoints:
         return {
             "mesh": {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard},
             "versions": versions(),
-            "fingerprints": run.identity,
+            "fingerprints": fingerprints_of(run),
             "deviations": self._deviations,
         }
 

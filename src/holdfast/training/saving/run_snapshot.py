@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from holdfast.checkpoint.format.snapshot import (
     take,
     with_companions,
 )
+from holdfast.checkpoint.loading.base import BASE
 from holdfast.checkpoint.saving.rehearsal import RehearsalFailed, TrainedState
 from holdfast.config.load import EXPORTED_CONFIG
+from holdfast.files import expanded
 from holdfast.models.adapters.files import AdapterSource
 from holdfast.models.files.loading import StoredSource
 from holdfast.parallel.collectives import RankGroup
@@ -92,6 +95,16 @@ class Contents:
             snapshot,
             {name: take(tensors, optimizer, random_then=random_then) for name, (tensors, optimizer) in companions},
         )
+
+
+def fingerprints_of(run: Run) -> dict[str, Mapping[str, str]]:
+    """Return the fingerprints of a checkpoint: the run's identity, and where the base lies that it is saved beside."""
+    setting, model_directory = run.setting, run.trained.origin.directory
+    name = setting.config.model.path
+    if name is None or model_directory is None or setting.config.checkpoint.frozen != "skip":
+        return dict(run.identity)
+    is_local = model_directory in {(root / expanded(name)).resolve() for root in (Path.cwd(), setting.base)}
+    return {**run.identity, **({BASE: {"path": name, "directory": str(model_directory)}} if is_local else {})}
 
 
 def run_assets(run: Run) -> dict[str, bytes]:

@@ -69,6 +69,7 @@ def settle_frozen(setting: Setting, *, live: bool, trains: bool = True) -> None:
     """
     config = setting.config
     if config.model.lora is None and config.checkpoint.frozen != "skip":
+        setting.config = _with(config, _choices(setting, setting.world.device.type, None, live=live))
         return
 
     def choose() -> Choices:
@@ -91,11 +92,10 @@ def settled_for_plan(run: ConfiguredRun, device: str) -> tuple[TrainingConfig, l
         run: The configuration, and where its paths begin.
         device: Its type, "cuda" or "cpu".
     """
-    if run.config.model.lora is None:
-        return run.config, []
     start = None
-    with suppress(UserError):  # a plan is also made where the checkpoints cannot be read
-        start = recorded(run)
+    if run.config.model.lora is not None:
+        with suppress(UserError):  # a plan is also made where the checkpoints cannot be read
+            start = recorded(run)
     choices = _choices(run, device, start, live=False)
     return _with(run.config, choices), list(choices.lines)
 
@@ -173,15 +173,17 @@ def _refuse_other_base(run: ConfiguredRun, start: Recorded) -> None:
         CheckpointMismatch: With both hashes.
         ConfigError: A resume would read others than this start does.
     """
-    if run.config.checkpoint.frozen == "skip" and start.frozen == "save" and not start.is_own:
+    declared = "model" in run.config.checkpoint.resume.changed
+    is_compared = start.is_own and (declared or recorded_base(start.manifest) is not None)
+    if run.config.checkpoint.frozen == "skip" and start.frozen == "save" and not is_compared:
         raise ConfigError(
             f"checkpoint.frozen: skip, but frozen weights come from {start.path}, and a resume would read those of "
             "model.path. Use checkpoint.frozen: save."
         )
     from_files = start.frozen == "skip" and recorded_base(start.manifest) is not None and run.config.model.path
-    if from_files and "model" not in run.config.checkpoint.resume.changed:
-        other = "To go on beside other weights, declare it: checkpoint.resume.changed: [model]."
-        located_base(start.path, start.manifest, run.config.model, run.base, else_=other)
+    if from_files and not declared:
+        advice = "in model.path. To go on beside other weights, declare it: checkpoint.resume.changed: [model]."
+        located_base(start.path, start.manifest, run.config.model, run.base, advice=advice)
 
 
 def recorded(run: ConfiguredRun) -> Recorded | None:

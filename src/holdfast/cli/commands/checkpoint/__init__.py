@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.arguments import Dtype, TrustCode, takes, torch_dtype
+from holdfast.cli.arguments import IS_MODEL, Dtype, TrustCode, takes, torch_dtype
 from holdfast.config.path_kinds import PathKind
 from holdfast.errors import ConfigError
 
@@ -17,6 +17,17 @@ _IS_CHECKPOINT = takes(PathKind.CHECKPOINT, PathKind.RUN, PathKind.CHECKPOINTS)
 PathArgument = Annotated[
     str,
     typer.Argument(metavar="PATH", help="A run, a checkpoint, or a URL.", show_default=False, callback=_IS_CHECKPOINT),
+]
+
+
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="The model that a checkpoint without frozen weights was saved beside.",
+        show_default="where the run read it",
+        callback=IS_MODEL,
+    ),
 ]
 
 
@@ -124,7 +135,7 @@ def diff(
     raise typer.Exit(1 if difference_count else 0)
 
 
-def export(  # noqa: PLR0913 - each is an option of the command
+def export(  # noqa: PLR0913, PLR0917 - each is an option of the command
     checkpoint: PathArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory, or file with --format torch.")],
     form: Annotated[
@@ -136,6 +147,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     ema: Annotated[
         bool, typer.Option("--ema", help="The averages that the run kept (optim.ema), not the weights.")
     ] = False,
+    base: Base = None,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a model directory that plain transformers loads, one tensor in memory at a time."""
@@ -148,6 +160,8 @@ def export(  # noqa: PLR0913 - each is an option of the command
         raise ConfigError(
             "--ema writes averages in the place of weights, --format torch all there is; give one of them."
         )
+    if base is not None and (adapter or form is ExportForm.torch):
+        raise ConfigError("--base names a model, and --adapter and --format torch read none; leave it out.")
     stored = find.one(checkpoint)
     if adapter:
         export_stored_adapter(stored, output, dtype=torch_dtype(dtype), averaged=ema)
@@ -161,6 +175,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
             largest_file_bytes=shard_bytes,
             trust_remote_code=trust_remote_code,
             averaged=ema,
+            base=base,
         )
     typer.echo(f"{stored.path} is exported to {output}")
 
@@ -171,6 +186,7 @@ def average(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The model directory.")],
     dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
+    base: Base = None,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write the mean of several checkpoints' weights as a model directory; sums are taken in float64."""
@@ -178,7 +194,7 @@ def average(
     from holdfast.checkpoint.keep import find
 
     stored = [find.one(path) for path in checkpoints]
-    export_stored(stored, output, dtype=torch_dtype(dtype), trust_remote_code=trust_remote_code)
+    export_stored(stored, output, dtype=torch_dtype(dtype), trust_remote_code=trust_remote_code, base=base)
     typer.echo(f"the mean of {len(stored)} checkpoints is in {output}")
 
 

@@ -47,7 +47,7 @@ from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState
 from holdfast.training.saving.leases import RunLeases
 from holdfast.training.saving.resume import IMPORTED
-from holdfast.training.saving.run_snapshot import run_assets
+from holdfast.training.saving.run_snapshot import fingerprints_of, run_assets
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ def _write_run(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step
                 step=step,
                 versions=versions(),
                 deviations=(_origin(checkpoint),),
-                fingerprints=run.identity,
+                fingerprints=fingerprints_of(run),
             )
             complete = replace(snapshot, shared=shared, assets=assets)
             commit(complete, storage, about, setting.ranks, name=step_name(step))
