@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -27,6 +28,15 @@ PYTHON = os.environ.get("HOLDFAST_WHEEL_PYTHON", sys.executable)
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
 
 
+JUNK = (
+    ".env",
+    ".ipynb_checkpoints/first_run-checkpoint.ipynb",
+    "runs/sft_sort/model.safetensors",
+    "runs/sft_sort/config.yaml",
+    "__pycache__/guess.cpython-311.pyc",
+    "rows.jsonl",
+    "real/.env.yaml~",
+)
 FURTHER = {"ppo_sort": ["critic.warmup_steps=0"]}
 """Keys without which three steps are refused."""
 
@@ -47,11 +57,28 @@ def place() -> Iterator[Path]:
         yield Path(name)
 
 
+def tracked(folder: str = ".") -> list[str]:
+    """Return the files below a folder that git has."""
+    command = ["git", "ls-files", folder]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+
+
+def checkout(folder: Path) -> Path:
+    """Write what git has here to a folder, and beside the examples what their use leaves."""
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for name in JUNK:
+        (folder / "examples" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "examples" / name).write_text("none of the package's")
+    return folder
+
+
 def install(place: Path) -> None:
     run(PYTHON, "-m", "venv", place / "venv", cwd=place)
     pip = [place / "venv/bin/python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
     run(*pip, "install", "hatchling", cwd=place)
-    run(place / "venv/bin/python", "-m", "hatchling", "build", "-d", place / "dist", cwd=ROOT)
+    run(place / "venv/bin/python", "-m", "hatchling", "build", "-d", place / "dist", cwd=checkout(place / "checkout"))
     run(*pip, "uninstall", "-y", "hatchling", cwd=place)
     torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     run(*pip, "install", torch, cwd=place)
@@ -61,13 +88,13 @@ def install(place: Path) -> None:
 
 def test_the_archives_hold_the_examples_and_no_results(place: Path) -> None:
     (wheel,), (sources,) = (place / "dist").glob("*.whl"), (place / "dist").glob("*.tar.gz")
-    listed = subprocess.run(
-        ["git", "ls-files", "examples"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
 
     names = set(zipfile.ZipFile(wheel).namelist())
 
-    assert {f"holdfast/{name}" for name in listed.split()} <= names
+    assert {name for name in names if "/examples/" in name} == {f"holdfast/{name}" for name in tracked("examples")}
+    assert {name for name in names if name.endswith(".py") and "/examples/" not in name} == {
+        name.removeprefix("src/") for name in tracked("src") if name.endswith(".py")
+    }
     assert not any("__pycache__" in name or "/tests/" in name for name in names)
     with tarfile.open(sources) as archive:
         members = archive.getnames()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests with other versions than those of constraints.txt: the newest of everything, the oldest torch, the transformers
-# that vLLM accepts, and other Pythons. A line for each lane says what was run; docs/versions.md has the last ones.
+# that vLLM accepts, and other Pythons. A line for each lane says what was run; docs/status.md has the last ones.
 #
 # Pythons that are not here are left out by name: PYTHONS may name others. Where pip finds the CUDA build of torch alone,
 # an environment takes 6 GB, since the build cannot be imported without NVIDIA's packages; TORCH_CPU_INDEX, if set, is the

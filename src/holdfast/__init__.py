@@ -21,9 +21,10 @@ __all__ = ["__version__", "checkpoint", "distill", "dpo", "grpo", "reward", "sft
 
 def __getattr__(name: str) -> Any:
     if name in {"distill", "dpo", "grpo", "reward", "sft"}:
-        from holdfast.config.quiet import hush
+        from holdfast.config.quiet import hush, leave_out_broken
 
         hush()
+        leave_out_broken()
         from holdfast import api
 
         return getattr(api, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -299,6 +300,69 @@ def test_a_group_shows_the_images_of_its_prompt(quiet: Browser, tmp_path: Path) 
         "const image = document.querySelector('#list .images img'); return [image.naturalWidth, image.naturalHeight]"
     )
     assert quiet.run(shown) == [24, 16]
+
+
+def test_odd_names_and_the_largest_numbers_are_drawn(quiet: Browser, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step, sign in enumerate((1, -1, 1), 1):
+        numbers = {"loss": sign * 1e308, "reward": 0.5, "constructor": float(step), "toString": 2.0}
+        run.append("metrics.jsonl", {"step": step, **numbers})
+    run.steps(4, 5)
+    write_page([run.place], None)
+    open_page(quiet, run)
+    quiet.draw_all()
+    choose = "const e = document.getElementById('metric'); e.value = arguments[0]; e.dispatchEvent(new Event('change'))"
+
+    shown = {}
+    for name in ("constructor", "toString", "reward"):
+        quiet.run(choose, name)
+        shown[name] = [trace["x"] for trace in quiet.run(DRAWN)["other"]]
+    loss = quiet.run("return 'chart-' + page.charts.findIndex((chart) => chart.name === 'loss')")
+    path = quiet.run("return document.querySelector('#' + arguments[0] + ' .line').getAttribute('d')", loss)
+
+    assert shown == {"constructor": [[1, 2, 3]], "toString": [[1, 2, 3]], "reward": [[1, 2, 3, 4, 5]]}
+    assert "Infinity" not in path
+    assert "NaN" not in path
+    assert len({y for _, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path)}) == 3
+
+
+def test_a_mark_is_under_the_pointer_after_a_rewind(quiet: Browser, tmp_path: Path) -> None:
+    run, begin = RunFolder(tmp_path), 1
+    for last, back in ((35, 10), (20, 15), (50, 40)):
+        run.steps(begin, last)
+        run.event("failed", last, reason="killed")
+        run.start(back)
+        begin = back + 1
+    write_page([run.place], None)
+    open_page(quiet, run)
+    quiet.draw_all()
+    box = quiet.run("return document.querySelector('#timeline svg').dataset.box.split(',').map(Number)")
+    first, last = quiet.run("return document.querySelector('#timeline svg').dataset.steps.split(',').map(Number)")
+    width, height = quiet.run(
+        "return ['clientWidth', 'clientHeight'].map((side) => document.getElementById('timeline')[side])"
+    )
+    row = box[3] + (box[2] - box[3]) * 0.6 / 2.2  # the upper one of two
+
+    tips = []
+    for step in (20, 35, 50):
+        x = box[0] + (step - first) / (last - first) * (box[1] - box[0])
+        point_at(quiet, "mouseMoved", "timeline", x / width, row / height)
+        tips += quiet.run(TIP, "timeline")
+
+    assert [tip.split(":")[0] for tip in tips] == ["step 20", "step 35", "step 50"]
+
+
+def test_a_range_too_short_to_hold_a_step_is_not_shown(quiet: Browser, run: RunFolder) -> None:
+    open_page(quiet, run)
+    quiet.draw_all()
+
+    for _ in range(40):
+        for kind, across in (("mousePressed", 0.5), ("mouseReleased", 0.52)):
+            point_at(quiet, kind, "chart-0", across, button="left", clickCount=1)
+    first, last = quiet.run("return document.querySelector('#chart-0 svg').dataset.steps.split(',').map(Number)")
+
+    assert 0.01 <= last - first < 1
+    assert quiet.run("return ticks(3, 3 + 1e-15, 6).length") <= 14
 
 
 def test_a_run_of_100_000_steps_opens_in_three_seconds(quiet: Browser, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,29 @@ def test_one_of_them_comes_with_the_files_that_it_needs(tmp_path: Path, name: st
     last = done.out.splitlines()[-1].strip()
     assert last.startswith("holdfast ")
     assert name.removeprefix("examples/").removesuffix(".yaml") in last
+
+
+MADE = re.compile(r"runs/(\w+)")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "real").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_commands_of_a_real_example_make_all_that_it_starts_from(tmp_path: Path, path: Path) -> None:
+    done = cli_in_process("examples", f"real/{path.stem}", cwd=tmp_path)
+
+    commands = [line.strip() for line in done.out.partition("To run it:")[2].splitlines() if line.strip()]
+    made = {Path(command.split()[-1]).stem for command in commands if command.startswith("holdfast ")}
+    made |= {name for command in commands if command.startswith("python ") for name in MADE.findall(command)}
+    made |= {"real_rows"} if any("rows.py" in command for command in commands) else set()
+    read = {
+        name
+        for file in (tmp_path / "examples").rglob("*.yaml")
+        if any(file.name in command for command in commands)
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#")
+        for name in MADE.findall(line)
+    }
+    assert read <= made
+    assert commands[-1].endswith(path.name)
 
 
 def test_no_file_of_the_users_is_replaced(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ transformers imports torchvision wherever it is installed, and fails with it. No
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable
 
 from holdfast.config.versions import installed
@@ -43,14 +45,27 @@ def broken(name: str) -> str:
     Returns:
         Why it cannot be imported; "" where it can, or is not installed.
     """
-    number = installed(name)
-    if number is not None and name not in _BROKEN:
+    if name not in _BROKEN and sys.modules.get(name, name) is not None and importlib.util.find_spec(name) is not None:
         try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - what a package raises that was built for another torch
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - what a package raises that was built for another torch
             sys.modules[name] = None  # type: ignore[assignment]
+            number = installed(name) or "of an unknown version"
             _BROKEN[name] = f"{name} {number} cannot be imported ({type(error).__name__}: {error})"
     return _BROKEN.get(name, "")
+
+
+def leave_out_broken() -> list[str]:
+    """Hide what transformers imports wherever it is installed and cannot be imported; call it before transformers is.
+
+    It imports torch where one of them is installed.
+
+    Returns:
+        What is left out and why.
+    """
+    return [f"{reason} and is left out" for name in ("torchvision", "torchao") if (reason := broken(name))]
 
 
 def unfit_torchvision(installed: Callable[[str], str | None] = installed) -> str:
@@ -58,11 +73,14 @@ def unfit_torchvision(installed: Callable[[str], str | None] = installed) -> str
     torch, torchvision = installed("torch"), installed("torchvision")
     if torch is None or torchvision is None:
         return ""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        numbers = [Version(text) for text in (torch, torchvision)]
+    except InvalidVersion:
+        return ""  # its import tells
     # Builds of one's own name a commit there, which says nothing.
-    builds = [re.findall(r"\+(cpu|cu\d+|rocm[\d.]+)$", text) for text in (torch, torchvision)]
-    fits = int(torchvision.split(".")[1]) == int(torch.split(".")[1]) + _TORCHVISION_BEHIND
-    return (
-        ""
-        if fits and not (all(builds) and builds[0] != builds[1])
-        else f"torchvision {torchvision} is not of torch {torch}"
-    )
+    builds = [re.fullmatch(r"cpu|cu\d+|rocm[\d.]+", number.local or "") for number in numbers]
+    differ = all(builds) and numbers[0].local != numbers[1].local
+    fits = numbers[1].release[:2] == (0, numbers[0].minor + _TORCHVISION_BEHIND)
+    return "" if fits and not differ else f"torchvision {torchvision} is not of torch {torch}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import shlex
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from holdfast.errors import UserError
@@ -29,28 +31,37 @@ def installed(name: str) -> str | None:
         return None
 
 
-def unmet_requirements() -> list[str] | None:
-    """Return what Holdfast's own metadata asks for and is not installed, each as `NAME VERSION (needed: BOUND)`.
+def unmet_requirements() -> dict[str, str] | None:
+    """Return what Holdfast's own metadata asks for and is not installed: requirement to `NAME VERSION (needed: BOUND)`.
 
     None where Holdfast has no metadata, as in a checkout on the import path.
     """
     from packaging.requirements import Requirement
-    from packaging.version import Version
+    from packaging.version import InvalidVersion, Version
 
     def fits(requirement: Requirement) -> bool:
         number = installed(requirement.name)
-        # A nightly build, or 2.11.0a0 of a vendor's image, counts as the release that it becomes.
-        return number is not None and requirement.specifier.contains(Version(number).base_version)
+        try:
+            # A nightly build, or 2.11.0a0 of a vendor's image, counts as the release that it becomes.
+            return number is not None and requirement.specifier.contains(Version(number).base_version)
+        except InvalidVersion:
+            return False  # transformers compares versions too, and fails at its import
 
     try:
         needed = [Requirement(text) for text in requires("holdfast") or ()]
     except PackageNotFoundError:
         return None
-    return [
-        f"{requirement.name} {installed(requirement.name) or 'is not installed'} (needed: {requirement.specifier})"
+    return {
+        str(requirement): f"{requirement.name} {installed(requirement.name) or 'is not installed'} "
+        f"(needed: {requirement.specifier})"
         for requirement in needed
         if requirement.marker is None and not fits(requirement)
-    ]
+    }
+
+
+def pip_command(requirements: Iterable[str]) -> str:
+    """Return the command that installs requirements."""
+    return f"pip install -U {shlex.join(requirements)}"
 
 
 def check_versions() -> None:
@@ -60,5 +71,4 @@ def check_versions() -> None:
         UserError: One is older or newer, or is not there.
     """
     if unmet := unmet_requirements():
-        names = " ".join(f"'{text.partition(' ')[0]}'" for text in unmet)
-        raise UserError(f"{'; '.join(unmet)}. Install what Holdfast needs: pip install -U holdfast {names}.")
+        raise UserError(f"{'; '.join(unmet.values())}. Install what Holdfast needs: {pip_command(unmet)}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from holdfast import patience
 from holdfast.config.load import from_mapping
-from holdfast.config.quiet import hush
+from holdfast.config.quiet import hush, leave_out_broken
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -48,6 +48,8 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
     """Join the other ranks, run the verb, and return the exit code."""
     # Until here a rank has done nothing, and the longest imports come now.
     end_at_once(RunStopped.exit_code, "" if has_launcher() else "Ctrl-C: stopped before the first step.\n")
+    hush()
+    left_out = leave_out_broken()
     from holdfast.parallel.mesh import joined_world
     from holdfast.training import fit  # noqa: F401 - with transformers
 
@@ -56,6 +58,8 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
     try:
         with joined_world(config.launch, logs=True) as world:
             first = world.is_first
+            for reason in left_out if first else ():
+                print(f"{reason}.", file=sys.stderr, flush=True)
             return leave(_verbs(verb, config, base, world))
     except RankFailed as error:
         print(error, file=sys.stderr, flush=True)
@@ -134,7 +138,6 @@ def main() -> None:
     """Run as `python -m holdfast.launch.rank VERB TREE CONFIG.json BASE`; TREE is the verb of the configuration."""
     # A scheduler may send it to every process of a job, at any time; only a run that trains can save for it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    hush()
     verb, tree, file, base = sys.argv[1:5]
     config = from_mapping(json.loads(Path(file).read_text(encoding="utf-8")), ROOTS[tree])
     try:

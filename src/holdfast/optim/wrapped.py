@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from holdfast.config.quiet import broken
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.optim.tagged_json import decode, encode
 from holdfast.parallel.shards import odd_class
@@ -146,7 +147,7 @@ def torchao_module(name: str, subject: str) -> Any:
     """Import a module of torchao.
 
     Raises:
-        ConfigError: torchao is not installed, or too old.
+        ConfigError: torchao is not installed, too old, or cannot be imported.
     """
     # On import it tells of kernels for GPUs that are not here, and of forms that Python and torch would have otherwise.
     logs = [logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")]
@@ -154,6 +155,8 @@ def torchao_module(name: str, subject: str) -> Any:
     try:
         for log in logs:
             log.setLevel(logging.ERROR)
+        if reason := broken("torchao"):
+            raise ConfigError(f"{subject} needs torchao: {reason}. Install it: pip install -U 'holdfast[lowbit]'.")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name)

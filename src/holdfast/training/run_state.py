@@ -57,7 +57,7 @@ def state_of(run_directory: Path, events: Sequence[Mapping[str, Any]], step: int
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < 2**62 else 0.0
 
 
 def _ending(events: Sequence[Mapping[str, Any]], step: int | None, metrics: Path) -> Mapping[str, Any]:

@@ -149,6 +149,36 @@ def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
     assert "loss was no finite number at 2 steps: 20, 21." in text
 
 
+def test_numbers_and_names_of_any_size_have_a_page(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    odd = "half \ud83d an emoji"
+    run.steps(1, 3)
+    values = {"loss": 1e308, "reward": -1e308, odd: 1, "constructor": 2.0, "step_time": float("inf")}
+    run.append("metrics.jsonl", {"step": 4, **values, "timing/rollout": 1e308})
+    run.append("metrics.jsonl", {"step": 5, **values, "grad_norm": 10**400, "timing/rollout": 1e308})
+    run.append("events.jsonl", {"event": "failed", "step": 5, "time": 10**400, "reason": "enough"})
+
+    data = data_of(page_of(run.place, place=tmp_path / "x.html"))
+
+    shown = {chart["name"] for chart in data["others"]}
+    assert {"half \\ud83d an emoji", "constructor", "grad_norm"} <= shown == {*data["runs"][0]["curves"]}
+    assert data["runs"][0]["curves"]["grad_norm"][1] == [None]
+
+
+def test_marks_are_in_the_order_of_steps_after_a_rewind(tmp_path: Path) -> None:
+    run, begin = RunFolder(tmp_path), 1
+    for last, back in ((35, 10), (20, 15), (50, 40)):
+        run.steps(begin, last)
+        run.event("failed", last, reason="killed")
+        run.start(back)
+        begin = back + 1
+
+    marks = data_of(page_of(run.place, place=tmp_path / "x.html"))["runs"][0]["marks"]
+
+    assert [step for step, _ in marks["failed"]] == [20, 35, 50]
+    assert [step for step, _ in marks["resumed"]] == [10, 15, 40]
+
+
 def test_what_is_no_run_or_would_be_overwritten_is_refused(tmp_path: Path) -> None:
     run, other = killed_run(tmp_path), tmp_path / "notes.html"
     other.write_text("<p>mine</p>")

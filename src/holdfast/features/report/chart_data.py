@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from holdfast.features.report.curves import Column
@@ -69,7 +70,8 @@ def _run(run: RunRecord) -> dict[str, Any]:
     curves = run.curves
     marks: dict[str, list[list[Any]]] = {}
     for kind in ENTRY_KINDS:
-        of_kind = [[mark.step, mark.text] for mark in run.marks if mark.kind == kind]
+        # The page looks for the nearest one, and a rewind goes back in steps.
+        of_kind = sorted(([mark.step, mark.text] for mark in run.marks if mark.kind == kind), key=itemgetter(0))
         marks[kind] = of_kind[:: -(-len(of_kind) // MOST_MARKS) or 1]
     return {
         "name": run.name,

@@ -26,9 +26,8 @@ function pointsOf(run, column) {
 const FEW = 60;
 
 function measuredSeries(run, place, name) {
-  const column = run.curves[name];
-  if (!column) return [];
-  const points = pointsOf(run, column);
+  if (!Object.hasOwn(run.curves, name)) return [];
+  const points = pointsOf(run, run.curves[name]);
   const evaluated = name.startsWith("eval/");
   return [{
     ...points, kind: evaluated ? "evaluation" : "curve", metric: name, label: several ? run.name + ", " + name : name,
@@ -39,7 +38,7 @@ function measuredSeries(run, place, name) {
 
 // What a resume went back behind stays visible in grey: those steps were made, and made again.
 function lostSeries(run, name) {
-  return (run.lost[name] || []).map((column) => ({
+  return (Object.hasOwn(run.lost, name) ? run.lost[name] : []).map((column) => ({
     ...pointsOf(run, column), kind: "lost", metric: name, label: "made again after the resume",
     colour: colour("lost"), line: true, dotted: true, mark: "dot",
   }));

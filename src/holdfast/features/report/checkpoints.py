@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.features.report.curves import finite_number
 from holdfast.files import read_json
 from holdfast.training.directory import CHECKPOINTS
 
@@ -85,7 +86,7 @@ def _line(step: int, event: Mapping[str, Any] | None, manifest: Mapping[str, Any
     return CheckpointLine(
         step,
         size if isinstance(size, int) else None,
-        float(seconds) if isinstance(seconds, int | float) else None,
+        finite_number(seconds),
         event is not None,
         manifest is not None,
         "" if manifest is None else _resumes(manifest),

@@ -16,12 +16,22 @@ from typing import Any
 
 from holdfast.files import RegularFile, parse_json
 from holdfast.metrics.progress import End
+from holdfast.text.escaping import escaped
 
 BLOCK = 1 << 20
 
 
 def do_nothing() -> None:
     """Do nothing between two blocks of a file."""
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a finite number as a float; None for anything else, such as an integer of 400 digits."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 @dataclass
@@ -39,6 +49,11 @@ class Column:
         removed = Column(self.steps[index:], self.values[index:])
         del self.steps[index:], self.values[index:]
         return removed
+
+    @property
+    def total(self) -> float:
+        """The sum of the finite values."""
+        return sum(filter(math.isfinite, self.values))
 
     @property
     def not_finite(self) -> list[int]:
@@ -93,9 +108,10 @@ class Curves:
                 continue
             column = columns.get(name)
             if column is None:
-                column = columns[name] = Column()
+                column = columns.setdefault(escaped(name), Column())
+            number = finite_number(value)
             column.steps.append(step)
-            column.values.append(math.nan if value is None else float(value))
+            column.values.append(math.nan if number is None else number)
             evaluated = evaluated or name.startswith("eval/")
         if evaluated and self.evaluated[-1:] != [step]:
             self.evaluated.append(step)

@@ -25,8 +25,8 @@ function number(value, digits = 5) {
 function ticks(low, high, most) {
   const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
   const apart = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
-  const out = [];
-  for (let place = Math.ceil(low / apart - 1e-9); place * apart <= high + apart * 1e-9; place += 1) out.push(Number((place * apart).toPrecision(12)));
+  const first = Math.ceil(low / apart - 1e-9), out = [];
+  for (let more = 0; more <= 2 * most && (first + more) * apart <= high + apart * 1e-9; more += 1) out.push(Number(((first + more) * apart).toPrecision(12)));
   return out;
 }
 
@@ -35,6 +35,11 @@ function powers(low, high, most) {
   const apart = Math.ceil((high - low) / most), out = [];
   for (let power = Math.ceil(low); power <= high; power += apart) out.push(10 ** power);
   return out;
+}
+
+// Differences of values near the largest number are infinite; such values lie on the edge.
+function clamped(value) {
+  return Math.min(4e307, Math.max(-4e307, value));
 }
 
 // The lowest and highest value within the steps that are shown, with room around them, as they lie on the axis.
@@ -47,6 +52,7 @@ function bounds(series, form, range) {
       high = Math.max(high, value);
     });
   }
+  [low, high] = [clamped(low), clamped(high)];
   if (low > high) return form.logarithmic ? [-1, 1] : [0, 1];
   if (form.logarithmic) [low, high] = [Math.log10(low), Math.log10(high)];
   const room = (high - low || Math.abs(high) || 1) * 0.06;
@@ -94,7 +100,7 @@ function plot(element, series, form) {
   const left = 16 + 6.6 * Math.max(3, ...names.map((name) => name.length)), right = width - BESIDE;
   const top = form.rows ? 4 : ABOVE, bottom = height - BELOW;
   const across = scaleOf(...range, left, right), up = scaleOf(...between, bottom, top);
-  const place = (value) => up(form.logarithmic ? Math.log10(value) : value);
+  const place = (value) => up(form.logarithmic ? Math.log10(value) : clamped(value));
   const put = (step, value) => (value === null || (form.logarithmic && value <= 0) ? "" : across(step).toFixed(2) + " " + place(value).toFixed(2));
   const clip = "clip-" + element.id;
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true", "data-steps": range.join(), "data-values": between.join(), "data-box": [left, right, bottom, top].join() },
@@ -174,7 +180,8 @@ function listen(element, svg, drawn) {
     start = null;
     clear();
     if (ends[1] - ends[0] < 6) return;
-    drawn.form.onRange(ends.map((end) => range[0] + Math.min(1, Math.max(0, (end - left) / (right - left))) * (range[1] - range[0])));
+    const chosen = ends.map((end) => range[0] + Math.min(1, Math.max(0, (end - left) / (right - left))) * (range[1] - range[0]));
+    if (chosen[1] - chosen[0] >= 0.01) drawn.form.onRange(chosen);
   });
   svg.addEventListener("dblclick", () => drawn.form.onRange(null));
 }

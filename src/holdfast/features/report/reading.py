@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import UserError
 from holdfast.features.report.checkpoints import CheckpointLine, checkpoint_lines
-from holdfast.features.report.curves import Curves, LineReader, do_nothing
+from holdfast.features.report.curves import Curves, LineReader, do_nothing, finite_number
 from holdfast.features.report.samples import Samples, read_samples
 from holdfast.features.report.settings import Parent, end_of, flat_public, read_configuration, read_parent
 from holdfast.features.report.story import Mark, marks_of
@@ -230,4 +230,4 @@ def _bytes_by_name(values: object) -> dict[str, float]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+    return (finite_number(value) or 0) > 0

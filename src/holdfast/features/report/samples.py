@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.features.report.curves import LineReader, parsed
+from holdfast.features.report.curves import LineReader, finite_number, parsed
 from holdfast.files import RegularFile, read_bytes
 from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLE_IMAGES, SAMPLES
 from holdfast.text.escaping import escaped_paragraph
@@ -128,11 +128,11 @@ def sample_of(line: Any, offset: int) -> ShownSample | None:
         sample_id=line["sample_id"] if isinstance(line.get("sample_id"), int) else 0,
         prompt=_first(prompt),
         completion=_first(completion),
-        reward=_number(line.get("reward")),
-        function_rewards={str(name): _number(value) for name, value in rewards.items()}
+        reward=finite_number(line.get("reward")),
+        function_rewards={str(name): finite_number(value) for name, value in rewards.items()}
         if isinstance(rewards, dict)
         else {},
-        advantage=_number(line.get("advantage")),
+        advantage=finite_number(line.get("advantage")),
         finish=str(line.get("finish", "")),
         trained=line.get("trained") is not False,
         offset=offset,
@@ -144,10 +144,6 @@ def sample_of(line: Any, offset: int) -> ShownSample | None:
 
 def _first(text: str) -> str:
     return escaped_paragraph(text[:SHOWN_CHARACTERS]) + ("…" if len(text) > SHOWN_CHARACTERS else "")
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and value == value else None  # noqa: PLR0124 - NaN
 
 
 class _Thinner:
@@ -255,7 +251,7 @@ def full_sample(line: Mapping[str, Any]) -> dict[str, Any]:
         "prompt": _cut(str(line.get("prompt", ""))),
         "completion": _cut(str(line.get("completion", ""))),
         "tokens": [
-            [escaped_paragraph(str(token[0])), _number(token[1]), _number(token[2])]
+            [escaped_paragraph(str(token[0])), finite_number(token[1]), finite_number(token[2])]
             for token in (tokens[:_WHOLE_TOKENS] if isinstance(tokens, list) else ())
             if isinstance(token, list) and len(token) == 3
         ],

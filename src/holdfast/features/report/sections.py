@@ -58,6 +58,8 @@ def state_words(run: RunRecord) -> str:
 
 def seconds_words(seconds: float) -> str:
     """Return a length of time: 41 s, 3 min 20 s, 2 h 5 min."""
+    if not math.isfinite(seconds):
+        return NOT_THERE
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
     minutes, remaining_seconds = divmod(round(seconds), 60)
@@ -96,7 +98,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
             value_text = digits(values[0]) if len(values) == 1 else f"{digits(values[0])} → {digits(values[-1])}"
             pairs.append((f"{segments[-1]} on {segments[1]}", value_text))
     if "step_time" in columns:
-        pairs.append(("time in steps", seconds_words(sum(columns["step_time"].values))))
+        pairs.append(("time in steps", seconds_words(columns["step_time"].total)))
     present = [line for line in run.checkpoints if line.is_there]
     pairs.append(("checkpoints there", f"{len(present)} of {len(run.checkpoints)} saved"))
     kinds = Counter(mark.kind for mark in run.marks)
@@ -149,8 +151,8 @@ def _column_words(run: RunRecord, name: str) -> str:
 
 def _seconds_by_phase(columns: Mapping[str, Column]) -> tuple[dict[str, float], float]:
     """Return the seconds of each phase, and of all steps and evaluations."""
-    phases = {name: sum(filter(math.isfinite, columns[name].values)) for name in columns if name.startswith(TIMING)}
-    total = sum(columns["step_time"].values) + phases.get(EVALUATING, 0.0)
+    phases = {name: columns[name].total for name in columns if name.startswith(TIMING)}
+    total = columns["step_time"].total + phases.get(EVALUATING, 0.0)
     return phases, total
 
 
@@ -163,7 +165,7 @@ def times_section(runs: Sequence[RunRecord]) -> str:
             continue
         steps, (phases, total) = len(columns["step_time"].steps), _seconds_by_phase(columns)
         for name, seconds in sorted(phases.items(), key=lambda pair: -pair[1]):
-            share = f"{seconds / total:.1%}" if total else NOT_THERE
+            share = f"{seconds / total:.1%}" if total and math.isfinite(total) else NOT_THERE
             cells = [name.removeprefix(TIMING), f"{1000 * seconds / max(1, steps):,.1f}", share, seconds_words(seconds)]
             rows.append([text(cell) for cell in ([run.name, *cells] if len(runs) > 1 else cells)])
     if not rows:

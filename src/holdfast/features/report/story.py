@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.features.report.curves import Curves, Rewind
+from holdfast.features.report.curves import Curves, Rewind, finite_number
 from holdfast.files import size_words
 from holdfast.text.escaping import escaped
 
@@ -122,7 +122,7 @@ def _ending(rewind: Rewind, events: Sequence[Event]) -> Mark:
 def _end_mark(event: Event, step: int) -> Mark:
     reason = public_sentence(str(event.get("reason", "")))
     time = event.get("time")
-    seconds = float(time) if isinstance(time, int | float) else None
+    seconds = finite_number(time)
     match event.get("event"):
         case "failed":
             return Mark("failed", step, reason or "the run failed", seconds)
@@ -144,7 +144,7 @@ def _resume(rewind: Rewind, start: Event) -> Mark:
         "resumed",
         rewind.to,
         f"continued from step {rewind.to}{ranks}; {outcome}",
-        float(time) if isinstance(time, int | float) else None,
+        finite_number(time),
     )
 
 

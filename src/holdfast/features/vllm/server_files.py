@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from holdfast.config.load import from_mapping
-from holdfast.config.quiet import hush
+from holdfast.config.quiet import hush, leave_out_broken
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.errors import HoldfastError
 
@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError
 def main() -> None:
     """Write the directory; a user's mistake is one paragraph."""
     hush()
+    leave_out_broken()
     import torch
 
     from holdfast.checkpoint.export.model import write_assets

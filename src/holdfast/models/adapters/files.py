@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.config.quiet import broken
 from holdfast.config.sections.model import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.files import expanded, read_json
@@ -288,6 +289,7 @@ def peft_settings(
         trained_modules: Modules that are trained whole; of a reward model its layer `score` is one.
         scorer: Whether the model scores texts.
     """
+    broken("bitsandbytes")  # peft imports it
     from peft import LoraConfig
 
     layers = {name.removesuffix(".weight"): adapter for name, adapter in adapters.items()}

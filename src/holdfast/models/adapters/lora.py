@@ -87,9 +87,9 @@ def _unused_library() -> str:
 
 
 def _inject(model: Any, **settings: Any) -> None:
+    broken("bitsandbytes")  # peft imports it, and would fail with it
     from peft import LoraConfig, inject_adapter_in_model
 
-    broken("bitsandbytes")  # peft imports it, and would fail with it
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # it is each layer's, and peft has one for all
         inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True)

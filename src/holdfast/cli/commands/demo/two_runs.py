@@ -48,7 +48,7 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
 
     Raises:
         RunStopped: A part of it failed; its own words were printed.
-        UserError: The directory cannot be made.
+        UserError: The directory cannot be made, or a run was refused.
     """
     began = time.monotonic()
     try:
@@ -93,9 +93,13 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _run(*arguments: str) -> None:
-    code = subprocess.run(_command(*arguments), check=False).returncode
+    _check_exit(subprocess.run(_command(*arguments), check=False).returncode, arguments)
+
+
+def _check_exit(code: int, arguments: Sequence[str]) -> None:
     if code:
-        raise RunStopped(f"`holdfast {' '.join(arguments)}` ended with exit code {code}.")
+        error = UserError if code == UserError.exit_code else RunStopped
+        raise error(f"`holdfast {' '.join(arguments)}` ended with exit code {code}.")
 
 
 def _output(*command: str) -> str:
@@ -122,8 +126,7 @@ def _run_and_kill(kill_at: int, *arguments: str) -> int:
         process.send_signal(signal.SIGINT)
         process.wait()
         raise
-    if process.returncode:
-        raise RunStopped(f"`holdfast {' '.join(arguments)}` ended with exit code {process.returncode}.")
+    _check_exit(process.returncode, arguments)
     if not killed:
         raise RunStopped(f"The run ended before a rank could be killed at step {kill_at}.")
     return killed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.config.quiet import hush
+from holdfast.config.quiet import hush, leave_out_broken
 from holdfast.config.sections.data import SyntheticConfig
 from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
 
@@ -17,6 +17,7 @@ from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
 def main() -> None:
     """Print the share of right answers."""
     hush()
+    leave_out_broken()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

@@ -24,9 +24,9 @@ import psutil
 from holdfast import patience
 from holdfast.checkpoint.place.layout import fresh
 from holdfast.checkpoint.place.storage import LocalStorage, Storage, open_storage
-from holdfast.config.quiet import unfit_torchvision
+from holdfast.config.quiet import leave_out_broken, unfit_torchvision
 from holdfast.config.sections.launch import LaunchConfig
-from holdfast.config.versions import installed, unmet_requirements, versions
+from holdfast.config.versions import installed, pip_command, unmet_requirements, versions
 from holdfast.errors import HoldfastError, UserError
 from holdfast.features.plan.checks.compilers import look_at_compilers
 from holdfast.features.plan.checks.findings import RANKS, Check, Finding, fail, ok, since, unknown, warn
@@ -42,6 +42,7 @@ _SLOW = 20 * 2**20
 """Bytes per second below which a place of checkpoints is called slow."""
 _BUSY = 0.1
 """Share of a GPU's memory that is in use before the run, from which on it is told."""
+_LEFT_OUT = "Install a build for this torch, or none; a low-bit optim.kind needs torchao, nothing needs torchvision."
 
 
 def checks_of_machine(launch: LaunchConfig) -> list[Check]:
@@ -61,15 +62,19 @@ def look_at_versions() -> Iterator[Finding]:
     if wrong is None:
         text = f"holdfast is not installed as a package, so what it asks for is not compared; {decisive}"
         yield unknown("versions", text, "Install it: pip install -e . in its directory.")
-        yield from bad_pairs(installed)
+        yield from _faults()
         return
     if wrong:
-        names = " ".join(f'"{text.partition(" ")[0]}"' for text in wrong)
-        yield fail("versions", "; ".join(wrong), f"Install them: pip install -U {names} -c constraints.txt.")
-    pairs = list(bad_pairs(installed))
-    yield from pairs
-    if not wrong and not pairs:
+        yield fail("versions", "; ".join(wrong.values()), f"Install them: {pip_command(wrong)}")
+    faults = list(_faults())
+    yield from faults
+    if not wrong and not faults:
         yield ok("versions", decisive)
+
+
+def _faults() -> Iterator[Finding]:
+    yield from bad_pairs(installed)
+    yield from (warn("versions", reason, _LEFT_OUT) for reason in leave_out_broken())
 
 
 def bad_pairs(installed: Callable[[str], str | None]) -> Iterator[Finding]:

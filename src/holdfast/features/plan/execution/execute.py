@@ -23,6 +23,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import RandomState, staged
 from holdfast.checkpoint.loading.live import LiveState, plan_load, set_live, states_read
 from holdfast.checkpoint.loading.matching import Declared
+from holdfast.config.quiet import broken
 from holdfast.config.sections.engine import LocalEngineConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.verbs.training import TrainingConfig
@@ -309,6 +310,7 @@ def import_first(config: TrainingConfig) -> None:
     if config.model.lora is not None:
         if config.model.lora.quantize:
             check_library(config.model.lora.quantize)
+        broken("bitsandbytes")  # peft imports it
         importlib.import_module("peft")
     if not isinstance(config.optim, UserOptimizerConfig) and config.optim.kind in LOW_BIT:
         weight = nn.Parameter(torch.zeros(64, 64))

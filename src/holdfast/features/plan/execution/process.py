@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.quiet import hush
+from holdfast.config.quiet import hush, leave_out_broken
 from holdfast.errors import HoldfastError, UserError
 
 SOURCE = Path(__file__).with_name("guard.cpp")
@@ -113,6 +113,7 @@ def _folder_of_torch() -> Path:
 def main() -> None:
     """Answer the request on standard input."""
     hush()
+    leave_out_broken()
     request = json.load(sys.stdin)
     output = Path(request["output"])
     try:
