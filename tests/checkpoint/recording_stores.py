@@ -68,6 +68,13 @@ class Tree:
         """Return a tree that changes alone."""
         return Tree({number: dict(entries) for number, entries in self.folders.items()}, dict(self.data))
 
+    def hold(self, effect: Effect) -> None:
+        """Have the node that an effect makes, whether or not anything leads to it."""
+        if effect.kind == "make":
+            self.folders.setdefault(effect.value, {})
+        elif effect.kind == "create":
+            self.data.setdefault(effect.value, b"")
+
     def apply(self, effect: Effect) -> None:
         """Make a change; an entry leaves a folder only if it is still the one that left it then."""
         kind, node, name, other, value = effect
@@ -76,11 +83,8 @@ class Tree:
             return
         entries = self.folders[node]
         match kind:
-            case "make":
-                self.folders.setdefault(value, {})
-                entries[name] = value
-            case "create":
-                self.data.setdefault(value, b"")
+            case "make" | "create":
+                self.hold(effect)
                 entries[name] = value
             case "rename" | "leave":
                 if entries.get(name) == value:
@@ -425,13 +429,11 @@ class Bucket:
         self._ask("put", path, data)
 
     def rename(self, old: str, new: str) -> None:
-        if self.is_file(old):
-            self.replace(new, self.contents.objects[old])
-            self.remove(old)
-            return
-        for name in self._below(old):
-            self.replace(f"{new}/{name}", self.contents.objects[f"{old}/{name}"])
-        self.remove(old)
+        names = [""] if self.is_file(old) else [f"/{name}" for name in self.files(old)]
+        for name in names:
+            self.replace(new + name, self.contents.objects[old + name])
+        for name in sorted(names, key=lambda name: name.count("/")):
+            self.remove(old + name)
 
     def remove(self, path: str) -> None:
         self.turn()
