@@ -50,15 +50,15 @@ REPEATED = 3
 """Requests that were answered and may land a second time after a crash."""
 
 
-def snapshot_of(step: int) -> Snapshot:
-    """Return a snapshot whose numbers are the step; its files have less than 2 KiB each."""
+def snapshot_of(step: int, job: int = 0) -> Snapshot:
+    """Return a snapshot whose numbers are the step and the job's; its files have less than 2 KiB each."""
     return Snapshot(
-        {"model.weight": torch.full((8,), float(step))},
+        {"model.weight": torch.full((8,), step + job / 2)},
         frozenset({"weight"}),
         {},
         None,
         {"rank": 0},
-        {"step": step},
+        {"step": step, "job": job},
         assets={"run.yaml": b"seed: 1\n"},
     )
 

@@ -117,6 +117,19 @@ class MovedFileByFile(Bucket):
             super().rename(f"{old}/{name}", f"{new}/{name}")
 
 
+class PublishReplaces(Disk):
+    def publish(self, staging: str, final: str) -> None:
+        self.remove(final)
+        super().publish(staging, final)
+
+
+class PutWhateverIsThere(Bucket):
+    """No put asks whether the object is there."""
+
+    def _put_new(self, path: str, data: bytes) -> None:
+        self.replace(path, data)
+
+
 class RetentionBeforeTheSave(Job):
     """Makes room before the new checkpoint is there."""
 

@@ -113,18 +113,19 @@ class Disk:
 
     Args:
         tree: What is there, durably.
+        first: Lowest number of a new node; two jobs that have one tree number theirs apart.
     """
 
     renames = True
     root = "(disk)"
 
-    def __init__(self, tree: Tree | None = None) -> None:
+    def __init__(self, tree: Tree | None = None, first: int = 1) -> None:
         self.tree = tree or Tree()
         self.journal: list[Effect] = []
         self.moved_bytes = 0
         self.turn: Callable[[], object] = lambda: None
         """Called before each operation; a scheduler lets another job go on in it."""
-        self._last = max([*self.tree.folders, *self.tree.data])
+        self._last = max([first - 1, *self.tree.folders, *self.tree.data])
 
     def _do(self, kind: str, node: int, name: str = "", other: str = "", value: Any = None) -> None:
         effect = Effect(kind, node, name, other, value)

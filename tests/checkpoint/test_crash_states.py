@@ -42,7 +42,7 @@ def test_a_start_after_a_crash_loses_nothing_that_was_reported(kind: type[Store]
     faults, looked_at, _ = faults_of(record(SCENARIOS[name], kind), FAST, SEED)
 
     assert faults == []
-    assert looked_at == FAST
+    assert looked_at >= 120
 
 
 @pytest.mark.slow

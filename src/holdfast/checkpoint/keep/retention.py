@@ -260,8 +260,9 @@ def remove_leftovers(storage: Storage, *, wait: bool = False) -> None:
     for name in all_steps(storage):
         if not storage.exists(f"{name}/{NAME}"):
             with suppress(DirectoryTaken), ObjectLease(storage, name):
-                if not storage.exists(f"{name}/{NAME}"):  # committed in the meantime
-                    _delete(storage, [name], wait=True)
+                leftovers = [f"{name}/{file}" for file in storage.files(name)]
+                if not storage.exists(f"{name}/{NAME}"):  # else committed in the meantime
+                    _delete(storage, leftovers, wait=True)
 
 
 def _delete(storage: Storage, names: Sequence[str], *, wait: bool) -> None:

@@ -261,10 +261,12 @@ def _take_back(storage: Storage, staging: str, error: BaseException, *, first: b
 
 
 def _prepare(storage: Storage, staging: str, final: str) -> None:
+    # Listed before the manifest is looked for: this job may be suspended after that, and another one commit meanwhile.
+    leftovers = [] if storage.renames else storage.files(final)
     if storage.exists(f"{final}/{NAME}") or (storage.renames and storage.exists(final)):
         raise FileExistsError(17, "a checkpoint is never overwritten", final)
-    if not storage.renames:
-        storage.remove(final)  # what a save that was killed left under this name, which is ours alone by a lease
+    for file in leftovers:
+        storage.remove(f"{final}/{file}")  # what a save that was killed left under this name, ours alone by a lease
     for folder in ("", f"/{DCP}", f"/{RANK}", f"/{ASSETS}"):
         storage.make(f"{staging}{folder}")
 
