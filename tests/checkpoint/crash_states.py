@@ -246,14 +246,27 @@ def record(scenario: Scenario, kind: type[Store], job_kind: type[Job] = Job) -> 
     scenario.before(earlier)
     base: Any = earlier.store.contents if isinstance(earlier.store, Bucket) else earlier.store.tree
     job = job_kind(kind(base.copy()), earlier.told)
-    known: dict[int, list[Files]] = {step: [files] for step, files in earlier.told.saved.items()}
     scenario.act(job)
+    return _recording(base, job, {step: [files] for step, files in earlier.told.saved.items()}, earlier.told)
+
+
+def record_recovery(recording: Recording, cut: Cut) -> Recording:
+    """Let the shipped code go on after a crash and save, so that this can crash too."""
+    store, told = state_of(recording, cut, dict(_pending(recording))), recording.told[cut.place]
+    base = store.contents.copy() if isinstance(store, Bucket) else store.tree.copy()
+    job = Job(store, told)
+    job.resume()
+    job.save(max(steps(store), default=0) + 1)
+    return _recording(base, job, {step: list(known) for step, known in recording.known.items()}, told)
+
+
+def _recording(base: Tree | Contents, job: Job, known: dict[int, list[Files]], before: Told) -> Recording:
     for effect in job.store.journal:
         if effect.kind == "note":
             for step, files in effect.value.saved.items():
                 if files not in known.setdefault(step, []):
                     known[step].append(files)
-    return Recording(base, list(job.store.journal), known, earlier.told)
+    return Recording(base, list(job.store.journal), known, before)
 
 
 class Cut(NamedTuple):
@@ -273,7 +286,8 @@ class Cut(NamedTuple):
 def _pending(recording: Recording) -> Iterator[tuple[int, list[int]]]:
     """Yield for each place in a disk's journal the earlier effects that are not durable there and can be seen."""
     durable = recording.base.copy()
-    assert isinstance(durable, Tree)
+    if isinstance(durable, Contents):
+        return
     waiting: list[int] = []
     yield 0, []
     for place, effect in enumerate(recording.journal):
@@ -405,7 +419,7 @@ class Judge:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._pending = dict(_pending(recording)) if isinstance(recording.base, Tree) else {}
+        self._pending = dict(_pending(recording))
         self._seen: dict[Any, str | None] = {}
         self._saved_on: dict[Any, None] = {}
 

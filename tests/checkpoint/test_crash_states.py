@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import re
 from collections.abc import Iterator
 
 import pytest
 
 from tests.checkpoint import planted_defects as planted
-from tests.checkpoint.crash_states import SCENARIOS, Job, Store, faults_of, record
+from tests.checkpoint.crash_states import (
+    SCENARIOS,
+    Job,
+    Store,
+    cuts_of,
+    faults_of,
+    record,
+    record_recovery,
+)
 from tests.checkpoint.recording_stores import Bucket, Disk
 
 FAST = 150
@@ -57,6 +66,27 @@ def test_a_start_after_any_crash_loses_nothing_that_was_reported(capsys: pytest.
             print(f"{case.id}: {looked_at:,} crashes, {distinct:,} different states")
         assert faults == [], case.id
     assert total >= 10_000
+
+
+def crashed_twice(kind: type[Store], name: str, first: int, second: int) -> int:
+    """Crash in a scenario, and again in what the next start does; return how often."""
+    recording, count = record(SCENARIOS[name], kind), 0
+    in_order = [cut for cut in cuts_of(recording, SEED, 1000) if cut.in_order]
+    for cut in random.Random(SEED).sample(in_order, min(first, len(in_order))):
+        faults, looked_at, _ = faults_of(record_recovery(recording, cut), second, SEED)
+        count += looked_at
+        assert faults == [], cut
+    return count
+
+
+@pytest.mark.parametrize("kind", [Disk, Bucket])
+def test_a_start_that_crashes_too_loses_nothing_that_was_reported(kind: type[Store]) -> None:
+    assert crashed_twice(kind, "save with retention", 5, 40) == 200
+
+
+@pytest.mark.slow
+def test_a_start_that_crashes_anywhere_loses_nothing_that_was_reported() -> None:
+    assert sum(crashed_twice(*case.values, first=20, second=100) for case in CASES) >= 10_000  # type: ignore[misc]
 
 
 PLANTED: list[tuple[type[Store], type[Job], str, str]] = [

@@ -37,7 +37,7 @@ from tests.checkpoint.interleaving import (
 from tests.checkpoint.recording_stores import Bucket, Contents
 
 SEED = int(os.environ.get("HOLDFAST_SEED", "0"))
-SEEDS = int(os.environ.get("HOLDFAST_SEEDS", "4"))
+ORDERS = int(os.environ.get("HOLDFAST_ORDERS", "4"))
 """Orders of which the slow test suspends each job before each operation."""
 
 
@@ -117,7 +117,7 @@ def test_a_job_that_is_suspended_costs_no_save_that_was_reported(seed: int) -> N
 @pytest.mark.slow
 def test_a_job_that_is_suspended_anywhere_costs_no_save_that_was_reported(capsys: pytest.CaptureFixture[str]) -> None:
     count = failed = 0
-    for seed in range(SEED, SEED + SEEDS):
+    for seed in range(SEED, SEED + ORDERS):
         for outcome in suspended(seed):
             count += 1
             failed += bool(outcome.failed)
