@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
@@ -282,7 +282,7 @@ class Disk:
             self._remove(number, below)
         self._do("leave", folder, name, value=number)
 
-    def undo(self, path: str) -> None:
+    def undo(self, path: str, keep: Collection[str] = ()) -> None:  # noqa: ARG002 - the interface's
         self.remove(path)
 
     def kept(self, path: str) -> None:
@@ -442,10 +442,14 @@ class Bucket:
         for place, name in enumerate(names):
             self._ask("delete", name, together=place > 0)
 
-    def undo(self, path: str) -> None:
+    def undo(self, path: str, keep: Collection[str] = ()) -> None:
         for name in sorted(name for name in self._made if name.startswith(f"{path}/")):
             written = self._made.pop(name)
-            if name in self.contents.objects and self.contents.written[name] == written:
+            if (
+                name.removeprefix(f"{path}/") not in keep
+                and name in self.contents.objects
+                and self.contents.written[name] == written
+            ):
                 self.remove(name)
 
     def kept(self, path: str) -> None:

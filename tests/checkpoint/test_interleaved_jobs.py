@@ -20,7 +20,7 @@ from holdfast import patience
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.format.manifest import NAME, About, Manifest
 from holdfast.checkpoint.keep.retention import remove_leftovers
-from holdfast.checkpoint.place.layout import METADATA
+from holdfast.checkpoint.place.layout import METADATA, RANK
 from holdfast.checkpoint.saving.writer import commit
 from tests.checkpoint import planted_defects as planted
 from tests.checkpoint.cases import newest_whole
@@ -72,17 +72,22 @@ class Suspended(Bucket):
         return answer
 
     def create(self, path: str) -> Any:
-        if self.moment == "between shards and metadata" and METADATA in path and self.other is None:
+        places = {"between shards and metadata": METADATA, "between shards and the rest": RANK}
+        if self.other is None and places.get(self.moment, "nowhere") in path:
             self._let_the_other_save()
         return super().create(path)
 
 
-@pytest.mark.parametrize("moment", ["after the look for a manifest", "between shards and metadata"])
+@pytest.mark.parametrize(
+    "moment", ["after the look for a manifest", "between shards and metadata", "between shards and the rest"]
+)
 def test_a_job_that_is_late_changes_nothing_in_a_checkpoint_of_another(moment: str) -> None:
+    """On another mesh, it has a file that the other job's checkpoint does not list."""
     store = Suspended(Contents(), moment)
+    snapshot = replace(snapshot_of(1, 1), coordinate={"shard": 0})
 
     with pytest.raises(SaveFailed):
-        commit(snapshot_of(1, 1), store, About("run", 1, None, None), RANKS)
+        commit(snapshot, store, About("run", 1, None, None, mesh={"shard": 1}), RANKS)
 
     choice = newest_whole(Bucket(store.contents), RANKS)
     assert store.other is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -229,10 +229,12 @@ class ObjectStorage:
                 self._fs.rm(self._path(path), recursive=True)
 
     @_as_os_errors()
-    def undo(self, path: str) -> None:
-        """Remove the objects below a prefix that this process created."""
+    def undo(self, path: str, keep: Collection[str] = ()) -> None:
+        """Remove the objects below a prefix that this process created, but for some of these."""
         for created in sorted(created for created in self._made if created.startswith(f"{path}/")):
             version = self._made.pop(created)
+            if created.removeprefix(f"{path}/") in keep:
+                continue
             with suppress(FileNotFoundError):
                 if version == self._version(created):
                     self.remove(created)

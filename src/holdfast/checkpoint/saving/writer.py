@@ -36,7 +36,16 @@ from holdfast.checkpoint.format.dcp import (
     without_chunks,
     without_crc32,
 )
-from holdfast.checkpoint.format.manifest import NAME, About, Chunk, FileEntry, Manifest, TensorEntry
+from holdfast.checkpoint.format.manifest import (
+    NAME,
+    About,
+    Chunk,
+    FileEntry,
+    Manifest,
+    NewerFormat,
+    TensorEntry,
+    parse,
+)
 from holdfast.checkpoint.format.snapshot import Snapshot, SnapshotDescription, describe_snapshot
 from holdfast.checkpoint.place.layout import ASSETS, DCP, METADATA, RANK, STAGING, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
@@ -251,13 +260,15 @@ def _take_back(storage: Storage, staging: str, error: BaseException, *, first: b
         if first:
             storage.undo(staging)
         return
-    # In an object store staging is the final name. What has a manifest there is committed, and the first rank may be
-    # about to put it while others lose touch; where another job has taken over, these names are its own.
+    # In an object store staging is the final name. What has a manifest there is committed, by whatever job, and only
+    # what it does not list is removed. Otherwise the first rank may be about to put one while others lose touch; and
+    # where another job has taken over, the names are its own.
     agreed = first or isinstance(error, HoldfastError)
-    if agreed and not isinstance(error, PlaceLost):
-        with suppress(OSError):  # a store that fell silent must not hide what all ranks agreed on
-            if not storage.exists(f"{staging}/{NAME}"):
-                storage.undo(staging)
+    with suppress(OSError, CheckpointCorrupt, NewerFormat):  # a silent store must not hide what all ranks agreed on
+        if agreed and storage.exists(f"{staging}/{NAME}"):
+            storage.undo(staging, keep=parse(storage.read(f"{staging}/{NAME}"), staging).files)
+        elif agreed and not isinstance(error, PlaceLost):
+            storage.undo(staging)
 
 
 def _prepare(storage: Storage, staging: str, final: str) -> None:
