@@ -112,30 +112,33 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_an
     assert log_of(tmp_path / "stopped") == log_of(tmp_path / "straight")
 
 
-def test_a_checkpoint_that_is_half_put_aside_is_no_checkpoint_any_more(server: dict[str, str]) -> None:
+@pytest.mark.parametrize("removals", [0, 2])
+def test_a_checkpoint_that_is_half_put_aside_loses_no_file(server: dict[str, str], removals: int) -> None:
     class Dies(type(open_storage("s3://bucket/half"))):  # type: ignore[misc]
-        """Stops after so many moves, as a process that is killed does."""
+        """Stops after so many removals, as a process that is killed does."""
 
-        moves = 0
+        left = removals
 
-        def rename(self, old: str, new: str) -> None:
-            if self.moves == 2:
+        def remove(self, path: str) -> None:
+            if self.left == 0:
                 raise OSError(5, "killed")
-            self.moves += 1
-            super().rename(old, new)
+            self.left -= 1
+            super().remove(path)
 
-    storage = Dies("s3://bucket/half")
-    for file in ("dcp/__0_0.distcp", "dcp/__1_0.distcp", "trainer.json", NAME):
-        storage.put_new(f"step-00000004/{file}", file.encode())
+    run, name = f"s3://bucket/half-{removals}", "step-00000004"
+    files = {file: file.encode() for file in (NAME, "dcp/__0_0.distcp", "dcp/__1_0.distcp", "trainer.json")}
+    for file, data in files.items():
+        open_storage(run).put_new(f"{name}/{file}", data)
 
     with pytest.raises(OSError, match="killed"):
-        put_aside(storage, "step-00000004")
-    assert steps(storage) == {}
-    remove_leftovers(storage)
+        put_aside(Dies(run), name)
 
-    left = storage.names()
-    assert len(left) == 1
-    assert sorted(storage.files(left[0])) == ["dcp/__0_0.distcp", NAME]
+    storage = open_storage(run)
+    assert steps(storage) == ({4: name} if removals == 0 else {})
+    remove_leftovers(storage, wait=True)
+    (aside,) = (other for other in storage.names() if other.startswith(QUARANTINE))
+    assert {file: storage.read(f"{aside}/{file}") for file in storage.files(aside)} == files
+    assert storage.files(name) == (sorted(files) if removals == 0 else [])
 
 
 def test_the_manifest_is_put_only_where_none_is(server: dict[str, str]) -> None:

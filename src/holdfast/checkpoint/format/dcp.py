@@ -59,6 +59,7 @@ class _Files(FileSystemBase):
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
+        self._temporary: dict[str, bytes] = {}
         self.written: dict[str, FileEntry] = {}
 
     @contextmanager
@@ -67,6 +68,12 @@ class _Files(FileSystemBase):
         if "w" not in mode:
             with self._storage.open(str(path)) as file:
                 yield file
+            return
+        if str(path).endswith(".tmp") and not self._storage.renames:
+            # Put under this name by a job that was suspended for long, it would be in a checkpoint of another job.
+            buffer = io.BytesIO()
+            yield buffer
+            self._temporary[str(path)] = buffer.getvalue()
             return
         with self._storage.create(str(path)) as writer:
             yield writer
@@ -80,11 +87,11 @@ class _Files(FileSystemBase):
         """Rename, and remember under the new name."""
         if self._storage.renames:
             self._storage.rename(str(path), str(new_path))
-        else:  # an object is put only where none is
-            with self._storage.create(str(new_path)) as file:
-                file.write(self._storage.read(str(path)))
-            self._storage.remove(str(path))
-        self.written[str(new_path)] = self.written.pop(str(path))
+            self.written[str(new_path)] = self.written.pop(str(path))
+            return
+        with self._storage.create(str(new_path)) as file:  # an object is put only where none is
+            file.write(self._temporary.pop(str(path)))
+        self.written[str(new_path)] = FileEntry(file.bytes_written, file.hexdigest())
 
     def init_path(self, path: Any) -> str:
         """Return the path as text."""

@@ -244,15 +244,9 @@ def put_aside(storage: Storage, name: str, aside: str | None = None) -> None:
         storage: Where it is.
         name: The checkpoint.
         aside: Its new name; default: a fresh one of a damaged checkpoint.
-
-    In an object store the manifest goes first: without it the rest is not a checkpoint, however far the move comes.
     """
-    aside = aside or fresh(QUARANTINE, name)
-    if storage.renames:
-        storage.rename(name, aside)
-        return
-    for file in sorted(storage.files(name), key=lambda file: (file != NAME, file)):
-        storage.rename(f"{name}/{file}", f"{aside}/{file}")
+    storage.rename(name, aside or fresh(QUARANTINE, name))
+    storage.sync("")  # else a power cut could keep the next checkpoint of this name and not this rename
 
 
 def remove_leftovers(storage: Storage, *, wait: bool = False) -> None:
@@ -266,8 +260,9 @@ def remove_leftovers(storage: Storage, *, wait: bool = False) -> None:
     for name in all_steps(storage):
         if not storage.exists(f"{name}/{NAME}"):
             with suppress(DirectoryTaken), ObjectLease(storage, name):
-                if not storage.exists(f"{name}/{NAME}"):  # committed in the meantime
-                    _delete(storage, [name], wait=True)
+                leftovers = [f"{name}/{file}" for file in storage.files(name)]
+                if not storage.exists(f"{name}/{NAME}"):  # else committed in the meantime
+                    _delete(storage, leftovers, wait=True)
 
 
 def _delete(storage: Storage, names: Sequence[str], *, wait: bool) -> None:

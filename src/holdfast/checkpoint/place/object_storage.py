@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -213,13 +213,13 @@ class ObjectStorage:
 
     @_as_os_errors()
     def rename(self, old: str, new: str) -> None:
-        """Copy an object, or all below a prefix, and delete the old names."""
-        if self.is_file(old):
-            self._fs.mv(self._path(old), self._path(new))
-            return
-        for name in self.files(old):
-            self._fs.cp_file(self._path(f"{old}/{name}"), self._path(f"{new}/{name}"))
-        self.remove(old)
+        """Copy an object, or all below a prefix, and then delete the old names: no byte is ever without a name."""
+        names = [""] if self.is_file(old) else [f"/{name}" for name in self.files(old)]
+        for name in names:
+            self._fs.cp_file(self._path(old + name), self._path(new + name))
+        # One after the other, and what lies in no folder first: without its manifest the rest is not a checkpoint.
+        for name in sorted(names, key=lambda name: name.count("/")):
+            self.remove(old + name)
 
     @_as_os_errors()
     def remove(self, path: str) -> None:
@@ -229,10 +229,12 @@ class ObjectStorage:
                 self._fs.rm(self._path(path), recursive=True)
 
     @_as_os_errors()
-    def undo(self, path: str) -> None:
-        """Remove the objects below a prefix that this process created."""
+    def undo(self, path: str, keep: Collection[str] = ()) -> None:
+        """Remove the objects below a prefix that this process created, but for some of these."""
         for created in sorted(created for created in self._made if created.startswith(f"{path}/")):
             version = self._made.pop(created)
+            if created.removeprefix(f"{path}/") in keep:
+                continue
             with suppress(FileNotFoundError):
                 if version == self._version(created):
                     self.remove(created)

@@ -13,7 +13,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
@@ -104,8 +104,8 @@ class Storage(Protocol):
     def remove(self, path: str) -> None:
         """Remove a file or a tree; what is gone already is not an error."""
 
-    def undo(self, path: str) -> None:
-        """Remove the files that this process created below a path, and no others."""
+    def undo(self, path: str, keep: Collection[str] = ()) -> None:
+        """Remove the files that this process created below a path, and no others; none of `keep`, relative to it."""
 
     def kept(self, path: str) -> None:
         """Make the files that this process created below a path permanent: `undo` no longer removes them."""
@@ -271,7 +271,7 @@ class LocalStorage:
             with contextlib.suppress(FileNotFoundError):
                 target.unlink()
 
-    def undo(self, path: str) -> None:
+    def undo(self, path: str, keep: Collection[str] = ()) -> None:  # noqa: ARG002 - nobody else knows the tree
         """Remove the whole tree: a staging directory has a unique name, so all of it is this process's."""
         self.remove(path)
 

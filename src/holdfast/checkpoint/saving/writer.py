@@ -36,7 +36,16 @@ from holdfast.checkpoint.format.dcp import (
     without_chunks,
     without_crc32,
 )
-from holdfast.checkpoint.format.manifest import NAME, About, Chunk, FileEntry, Manifest, TensorEntry
+from holdfast.checkpoint.format.manifest import (
+    NAME,
+    About,
+    Chunk,
+    FileEntry,
+    Manifest,
+    NewerFormat,
+    TensorEntry,
+    parse,
+)
 from holdfast.checkpoint.format.snapshot import Snapshot, SnapshotDescription, describe_snapshot
 from holdfast.checkpoint.place.layout import ASSETS, DCP, METADATA, RANK, STAGING, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
@@ -251,20 +260,24 @@ def _take_back(storage: Storage, staging: str, error: BaseException, *, first: b
         if first:
             storage.undo(staging)
         return
-    # In an object store staging is the final name. What has a manifest there is committed, and the first rank may be
-    # about to put it while others lose touch; where another job has taken over, these names are its own.
+    # In an object store staging is the final name. What has a manifest there is committed, by whatever job, and only
+    # what it does not list is removed. Otherwise the first rank may be about to put one while others lose touch; and
+    # where another job has taken over, the names are its own.
     agreed = first or isinstance(error, HoldfastError)
-    if agreed and not isinstance(error, PlaceLost):
-        with suppress(OSError):  # a store that fell silent must not hide what all ranks agreed on
-            if not storage.exists(f"{staging}/{NAME}"):
-                storage.undo(staging)
+    with suppress(OSError, CheckpointCorrupt, NewerFormat):  # a silent store must not hide what all ranks agreed on
+        if agreed and storage.exists(f"{staging}/{NAME}"):
+            storage.undo(staging, keep=parse(storage.read(f"{staging}/{NAME}"), staging).files)
+        elif agreed and not isinstance(error, PlaceLost):
+            storage.undo(staging)
 
 
 def _prepare(storage: Storage, staging: str, final: str) -> None:
+    # Listed before the manifest is looked for: this job may be suspended after that, and another one commit meanwhile.
+    leftovers = [] if storage.renames else storage.files(final)
     if storage.exists(f"{final}/{NAME}") or (storage.renames and storage.exists(final)):
         raise FileExistsError(17, "a checkpoint is never overwritten", final)
-    if not storage.renames:
-        storage.remove(final)  # what a save that was killed left under this name, which is ours alone by a lease
+    for file in leftovers:
+        storage.remove(f"{final}/{file}")  # what a save that was killed left under this name, ours alone by a lease
     for folder in ("", f"/{DCP}", f"/{RANK}", f"/{ASSETS}"):
         storage.make(f"{staging}{folder}")
 

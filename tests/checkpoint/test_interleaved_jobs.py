@@ -1,0 +1,154 @@
+"""What one job reported as saved is never lost, nor mixed with another job's, in whatever order two of them work.
+
+Two jobs resume and save in one bucket under `ObjectLease`, one operation at a time and by one clock; a seed decides
+the order. Either is suspended with its lease before each of its operations in turn, as a machine that sleeps, a rank
+that is slow or a request that takes minutes. `Lease` lives by the locks of real files and cannot run here; on the disk
+two jobs without one save the same steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast import patience
+from holdfast.checkpoint.errors import SaveFailed
+from holdfast.checkpoint.format.manifest import NAME, About, Manifest
+from holdfast.checkpoint.keep.retention import remove_leftovers
+from holdfast.checkpoint.place.layout import METADATA, RANK
+from holdfast.checkpoint.saving.writer import commit
+from tests.checkpoint import planted_defects as planted
+from tests.checkpoint.cases import newest_whole
+from tests.checkpoint.crash_states import RANKS, snapshot_of
+from tests.checkpoint.interleaving import (
+    STEPS,
+    GivenBackTooEarly,
+    NeverRenewed,
+    Outcome,
+    SteppedLease,
+    bucket_jobs,
+    disk_jobs,
+)
+from tests.checkpoint.recording_stores import Bucket, Contents
+
+SEED = int(os.environ.get("HOLDFAST_SEED", "0"))
+ORDERS = int(os.environ.get("HOLDFAST_ORDERS", "4"))
+"""Orders of which the slow test suspends each job before each operation."""
+
+
+@pytest.fixture(autouse=True)
+def short() -> Iterator[None]:
+    """Wait by the scheduler's clock alone, and let nobody keep the lines in which torch traces its saves."""
+    before = patience.current, logging.root.manager.disable
+    patience.current = replace(patience.current, lease_withdraw_seconds=0.0, session_look_seconds=0.0005)
+    logging.disable(logging.DEBUG)
+    yield
+    patience.current = before[0]
+    logging.disable(before[1])
+
+
+class Suspended(Bucket):
+    """A client that another job is faster than: it starts and commits step 1 in the middle of one operation."""
+
+    def __init__(self, contents: Contents, moment: str) -> None:
+        super().__init__(contents)
+        self.moment = moment
+        self.other: Manifest | None = None
+
+    def _let_the_other_save(self) -> None:
+        store = Bucket(self.contents)
+        remove_leftovers(store, wait=True)
+        self.other = commit(snapshot_of(1), store, About("run", 1, None, None), RANKS)
+
+    def exists(self, path: str) -> bool:
+        answer = super().exists(path)
+        if self.moment == "after the look for a manifest" and path.endswith(NAME) and self.other is None:
+            self._let_the_other_save()
+        return answer
+
+    def create(self, path: str) -> Any:
+        places = {"between shards and metadata": METADATA, "between shards and the rest": RANK}
+        if self.other is None and places.get(self.moment, "nowhere") in path:
+            self._let_the_other_save()
+        return super().create(path)
+
+
+@pytest.mark.parametrize(
+    "moment", ["after the look for a manifest", "between shards and metadata", "between shards and the rest"]
+)
+def test_a_job_that_is_late_changes_nothing_in_a_checkpoint_of_another(moment: str) -> None:
+    """On another mesh, it has a file that the other job's checkpoint does not list."""
+    store = Suspended(Contents(), moment)
+    snapshot = replace(snapshot_of(1, 1), coordinate={"shard": 0})
+
+    with pytest.raises(SaveFailed):
+        commit(snapshot, store, About("run", 1, None, None, mesh={"shard": 1}), RANKS)
+
+    choice = newest_whole(Bucket(store.contents), RANKS)
+    assert store.other is not None
+    assert choice is not None
+    assert choice.manifest.hash == store.other.hash
+
+
+def suspended(seed: int, every: int = 1, kind: type[Bucket] = Bucket) -> Iterator[Outcome]:
+    """Suspend each job before each of its operations, or before every so manieth."""
+    for job, count in bucket_jobs(seed).operations.items():
+        for place in range(1 + seed % every, count + 1, every):
+            yield bucket_jobs(seed, {(job, place)}, kind=kind)
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 10))
+def test_two_jobs_that_are_never_suspended_save_one_after_the_other(seed: int) -> None:
+    outcome = bucket_jobs(seed)
+
+    assert (outcome.failed, outcome.lost) == ([], [])
+    assert sorted(step for _, step in outcome.saved) == list(range(1, 2 * STEPS + 1))
+    assert outcome.saved[0][0] == outcome.saved[STEPS - 1][0] != outcome.saved[STEPS][0]
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 3))
+def test_a_job_that_is_suspended_costs_no_save_that_was_reported(seed: int) -> None:
+    outcomes = list(suspended(seed, every=20))
+
+    assert [outcome.lost for outcome in outcomes if outcome.lost] == []
+    assert any(outcome.failed for outcome in outcomes)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_suspended_anywhere_costs_no_save_that_was_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    count = failed = 0
+    for seed in range(SEED, SEED + ORDERS):
+        for outcome in suspended(seed):
+            count += 1
+            failed += bool(outcome.failed)
+            assert outcome.lost == [], seed
+
+    with capsys.disabled():
+        print(f"{count:,} interleavings, in {failed} of them a save failed")
+    assert failed > 0
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 10))
+def test_of_two_jobs_that_save_the_same_steps_on_a_disk_one_wins_whole(seed: int) -> None:
+    outcome = disk_jobs(seed)
+
+    assert outcome.lost == []
+    assert sorted(step for _, step in outcome.saved) == list(range(1, STEPS + 1))
+
+
+def test_a_save_that_replaces_is_found() -> None:
+    assert any(disk_jobs(seed, planted.PublishReplaces).lost for seed in range(20))
+
+
+def test_puts_that_nobody_conditions_are_found() -> None:
+    assert any(outcome.lost for outcome in suspended(0, every=3, kind=planted.PutWhateverIsThere))
+
+
+@pytest.mark.parametrize("lease", [NeverRenewed, GivenBackTooEarly])
+def test_a_lease_that_does_not_hold_is_found(lease: type[SteppedLease]) -> None:
+    assert any(bucket_jobs(seed, lease=lease).failed for seed in range(10))

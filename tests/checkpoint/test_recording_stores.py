@@ -1,0 +1,198 @@
+"""The storages in memory do what the shipped ones do: the same script leaves the same trees, errors and fsyncs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.place.object_storage import ObjectStorage
+from holdfast.checkpoint.place.storage import LocalStorage, Storage
+from tests.checkpoint.recording_stores import ROOT, Bucket, Disk
+
+Act = Callable[[Any], object]
+
+
+def write(storage: Storage, path: str, data: bytes, error: Exception | None = None) -> tuple[int, str]:
+    with storage.create(path) as file:
+        file.write(data)
+        if error is not None:
+            raise error
+    return file.bytes_written, file.hexdigest()
+
+
+def opened(storage: Storage, path: str) -> bytes:
+    with storage.open(path) as file:
+        return file.read()
+
+
+BOTH: list[Act] = [
+    lambda store: store.names(),
+    lambda store: write(store, "s/dcp/one", b"1" * 600),
+    lambda store: write(store, "s/dcp/.metadata.tmp", b"meta"),
+    lambda store: store.rename("s/dcp/.metadata.tmp", "s/dcp/.metadata"),
+    lambda store: write(store, "s/trainer.json", b"{}"),
+    lambda store: write(store, "s/trainer.json", b"other"),
+    lambda store: store.put_new("s/manifest.json", b"m"),
+    lambda store: store.put_new("s/manifest.json", b"n"),
+    lambda store: (store.names(), store.names("s"), store.names("nothing"), store.names("s/dcp")),
+    lambda store: (store.files("s"), store.files("s/dcp"), store.files("nothing")),
+    lambda store: [store.exists(path) for path in ("s", "s/dcp/one", "s/dcp/on", "s/trainer.json/x", "x/y")],
+    lambda store: [store.is_file(path) for path in ("s", "s/dcp/one", "nothing")],
+    lambda store: (store.read("s/dcp/one"), store.size("s/dcp/one"), store.hash("s/dcp/one", from_disk=True)),
+    lambda store: store.read("s/nothing"),
+    lambda store: store.size("nothing"),
+    lambda store: store.replace("pins.json", b"[1]"),
+    lambda store: store.replace("pins.json", b"[1, 2]"),
+    lambda store: opened(store, "pins.json"),
+    lambda store: store.rename("s", "t"),
+    lambda store: store.remove("t/dcp/one"),
+    lambda store: store.remove("t/dcp/one"),
+    lambda store: store.remove("nothing"),
+    lambda store: store.remove("t"),
+    lambda store: (store.free_bytes() is None, store.names()),
+]
+ON_A_DISK: list[Act] = [
+    lambda store: store.make("s"),
+    lambda store: store.make("s"),
+    lambda store: store.make("s/dcp"),
+    lambda store: store.make("deep/deeper"),
+    *BOTH[:13],
+    lambda store: store.read("s"),
+    lambda store: store.read("s/trainer.json/x"),
+    lambda store: write(store, "absent/x", b""),
+    lambda store: write(store, "s/half", b"half of it", ValueError("stop")),
+    lambda store: [store.sync(path) for path in ("s/dcp", "s", "")],
+    lambda store: store.sync("nothing"),
+    lambda store: store.publish("s", "step-1"),
+    lambda store: store.make("s"),
+    lambda store: store.publish("s", "step-1"),
+    lambda store: store.rename("s", "step-1"),
+    lambda store: store.rename("nothing", "new"),
+    lambda store: store.undo("s"),
+    lambda store: store.rename("step-1", "s"),
+    *BOTH[13:-1],
+]
+IN_A_BUCKET: list[Act] = [
+    *BOTH[:-1],
+    lambda store: store.put_new("same", b"1"),
+    lambda store: store.put_new("same", b"1"),
+    lambda store: write(store, "u/ours", b"1"),
+    lambda store: write(store, "u/kept", b"1"),
+    lambda store: store.replace("u/theirs", b"2"),
+    lambda store: (store.kept("u/ke"), store.kept("other")),
+    lambda store: write(store, "u/dcp/listed", b"1"),
+    lambda store: store.undo("u", keep=["dcp/listed"]),
+    lambda store: write(store, "v/ours", b"1"),
+    lambda store: (store.kept("v"), store.undo("v")),
+    lambda store: (store.age("same") >= 0, store.kind("same"), store.kind("u")),
+]
+
+
+def answer(act: Act, store: Any) -> Any:
+    try:
+        return act(store)
+    except (OSError, ValueError) as error:
+        return type(error).__name__
+
+
+@contextmanager
+def watching_fsync() -> Iterator[list[str]]:
+    """Collect the paths that this process syncs, as the interpreter sees the calls."""
+    seen: list[str] = []
+
+    def watch(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called is os.fsync:
+            values = frame.f_locals
+            descriptor = values["descriptor"] if "descriptor" in values else values["self"].fileno()
+            seen.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(before)
+
+
+def synced(disk: Disk, since: int) -> list[str]:
+    """Return the paths of what was synced, by the names that it had then."""
+    paths = []
+    replayed = Disk()
+    for place, effect in enumerate(disk.journal):
+        if effect.kind.startswith("sync") and place >= since:
+            paths.append(path_of(replayed, effect.node))
+        elif not effect.kind.startswith("sync"):
+            replayed.tree.apply(effect)
+    return paths
+
+
+def path_of(disk: Disk, number: int) -> str:
+    if number == ROOT:
+        return ""
+    for folder, entries in disk.tree.folders.items():
+        for name, entry in entries.items():
+            if entry == number:
+                return f"{path_of(disk, folder)}/{name}"
+    raise AssertionError(number)
+
+
+def below(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_the_disk_in_memory_does_and_syncs_what_a_directory_does(tmp_path: Path) -> None:
+    root = tmp_path.resolve()
+    local, disk = LocalStorage(root), Disk()
+    answers, trees = [], []
+    for act in ON_A_DISK:
+        since = len(disk.journal)
+        with watching_fsync() as fsyncs:
+            expected = answer(act, local)
+
+        found = answer(act, disk)
+
+        answers.append((found, synced(disk, since)))
+        assert answers[-1] == (expected, [path.removeprefix(str(root)) for path in fsyncs]), len(answers)
+        folders = {path_of(disk, number)[1:]: None for number in reachable(disk) if number != ROOT}
+        trees.append(disk.tree.files() | folders)
+        assert trees[-1] == below(root), len(trees)
+    assert sum(len(paths) for _, paths in answers) == 12
+
+
+def reachable(disk: Disk) -> list[int]:
+    numbers = [ROOT]
+    for number in numbers:
+        numbers += [entry for entry in disk.tree.folders[number].values() if entry in disk.tree.folders]
+    return numbers
+
+
+def test_the_bucket_in_memory_does_what_an_object_store_does() -> None:
+    store, bucket = ObjectStorage(f"memory://{uuid.uuid4().hex}"), Bucket()
+
+    for place, act in enumerate(IN_A_BUCKET):
+        assert answer(act, bucket) == answer(act, store), place
+        assert bucket.contents.objects == {name: store.read(name) for name in store.files("")}, place
+
+
+@pytest.mark.parametrize("kind", [Disk, Bucket])
+def test_a_recorded_journal_leads_to_what_is_there(kind: type[Disk] | type[Bucket]) -> None:
+    store = kind()
+    for act in ON_A_DISK if kind is Disk else IN_A_BUCKET:
+        answer(act, store)
+
+    again = kind()
+    for effect in store.journal:
+        if isinstance(again, Disk) and not effect.kind.startswith("sync"):
+            again.tree.apply(effect)
+        elif isinstance(again, Bucket):
+            again.contents.apply(effect)
+
+    assert {name: again.read(name) for name in again.files("")} == {name: store.read(name) for name in store.files("")}
