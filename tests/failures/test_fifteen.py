@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.failures.lab import Observed
+from tests.versions import skip_with
 
 Both = Callable[[str], tuple[Observed, Observed]]
 
@@ -58,6 +59,7 @@ def test_rotary_frequencies_of_a_sharded_run_are_those_of_the_formula(both: Both
         np.testing.assert_allclose(found, [1.0, 0.1, 0.01, 0.001], rtol=1e-6)
 
 
+@skip_with("torch==2.11.*", "fully_shard takes a tied weight without an error")
 def test_a_tied_weight_is_trained_stored_and_exported_once(both: Both) -> None:
     naive, ours = both("6.6")
 

@@ -39,6 +39,7 @@ def test_a_norm_does_not_depend_on_how_a_gradient_is_sharded() -> None:
     assert four == pytest.approx(one, rel=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
 def test_the_norm_of_narrow_gradients_copies_64_mib_of_them_at_a_time() -> None:
     of_rank = gradients(torch.bfloat16, [2**26, 2**20, 2**25])  # 194 MiB, and 388 as float32
 

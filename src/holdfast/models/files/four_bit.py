@@ -9,6 +9,7 @@ takes 4.5 bits.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -33,6 +34,8 @@ def check_library(kind: FourBitKind) -> None:
         ModelError: The library cannot be imported.
     """
     reason = "it is not installed" if installed("bitsandbytes") is None else broken("bitsandbytes")
+    if not reason and importlib.util.find_spec("bitsandbytes") is None:
+        reason = "ModuleNotFoundError, though it is installed"
     if reason:
         raise ModelError(
             f"model.lora.quantize: {kind} rounds by bitsandbytes: {reason}. Install it: pip install -U "

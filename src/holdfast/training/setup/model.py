@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from packaging.version import Version
 from torch import Tensor, nn
 
 from holdfast.config.verbs.critic import RewardScoring
@@ -49,6 +50,8 @@ from holdfast.training.setup.gradient_check import Gradients, check_gradients
 from holdfast.training.setup.head import check_head_form, choose_head_form
 from holdfast.types import Example, Scores
 
+_SHARDS_OF_BYTES = (2, 13)
+"""The first torch that was seen to shard frozen tensors of bytes; 2.11 fails."""
 _WITHOUT_NUMBERS = "aot_eager_decomp_partition"
 """The compiler of blocks whose tensors hold no numbers: it chooses what is saved for the backward pass as inductor
 does, which itself fails on such tensors, and runs the operations one by one."""
@@ -201,7 +204,7 @@ def make_plan(
             f"parallel.offload: activations are offloaded block by block, and {policy.family.name} has no list of "
             "blocks. Leave activations out."
         )
-    return plan_shards(
+    plan = plan_shards(
         parameters,
         [canonical_name(name) for name, _ in runs],
         blocks,
@@ -212,6 +215,12 @@ def make_plan(
         ends=_ends(policy, {id(module): canonical_name(name) for name, module in runs}),
         compiled=compiled,
     )
+    if packs and plan.sharded and Version(torch.__version__).release < _SHARDS_OF_BYTES:
+        raise PlanError(
+            f"model.lora.quantize: torch {torch.__version__} cannot shard tensors of bytes. Install a newer one "
+            "(pip install -U 'torch>=2.13'), or use one rank."
+        )
+    return plan
 
 
 def _ends(policy: PolicyModel, paths: Mapping[int, str]) -> ModelEnds:

@@ -304,6 +304,10 @@ def look_at_resume(run: CheckedRun) -> Iterator[Finding]:
         yield ok("resume", f"{run.directory} has no checkpoint: the run begins anew")
 
 
+_SETTLED = {"checkpoint.frozen", "model.frozen_dtype"}
+"""Keys for whose `auto` a run records what it stood for, and follows that when it is continued."""
+
+
 def changed_keys(run: CheckedRun) -> list[str]:
     """Return the keys whose values differ from those of the existing run; `run.*` and `launch.*` are not compared."""
     file = run.directory / "config.resolved.yaml"
@@ -319,7 +323,9 @@ def changed_keys(run: CheckedRun) -> list[str]:
     return [
         f"{key} changed" if old[1] == new[1] else f"{key} {old[1]} -> {new[1]}"
         for key, old, new in changes
-        if old[0] != new[0] and not key.startswith(("run.", "launch."))
+        if old[0] != new[0]
+        and not key.startswith(("run.", "launch."))
+        and not (key in _SETTLED and "auto" in {old[1], new[1]})
     ]
 
 
