@@ -16,7 +16,7 @@ import pytest
 from holdfast.features.report.page import write_page
 from holdfast.metrics.sink import read_metrics
 from tests.browser.driver import AXE, Browser, driving, missing
-from tests.features.report.cases import RunFolder, killed_run, long_run
+from tests.features.report.cases import RunFolder, killed_run, long_run, run_that_goes_back
 from tests.features.report.test_samples import saved_image
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
@@ -327,12 +327,7 @@ def test_odd_names_and_the_largest_numbers_are_drawn(quiet: Browser, tmp_path: P
 
 
 def test_a_mark_is_under_the_pointer_after_a_rewind(quiet: Browser, tmp_path: Path) -> None:
-    run, begin = RunFolder(tmp_path), 1
-    for last, back in ((35, 10), (20, 15), (50, 40)):
-        run.steps(begin, last)
-        run.event("failed", last, reason="killed")
-        run.start(back)
-        begin = back + 1
+    run = run_that_goes_back(tmp_path)
     write_page([run.place], None)
     open_page(quiet, run)
     quiet.draw_all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,7 +104,38 @@ class Tree:
         return files
 
 
-class Disk:
+class Recording(ABC):
+    """A storage in memory whose effects stand in a journal."""
+
+    def __init__(self) -> None:
+        self.journal: list[Effect] = []
+        self.moved_bytes = 0
+        self.turn: Callable[[], object] = lambda: None
+        """Called before each operation; a scheduler lets another job go on in it."""
+
+    def note(self, value: Any) -> None:
+        """Write into the journal what the caller knows by then."""
+        self.journal.append(Effect("note", value=value))
+
+    def _note_moved(self, count: int) -> None:
+        self.moved_bytes += count
+
+    def open(self, path: str) -> IO[bytes]:
+        return io.BytesIO(self.read(path))
+
+    @abstractmethod
+    def read(self, path: str) -> bytes: ...
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:  # noqa: ARG002 - there is no cache
+        data = self.read(path)
+        self.moved_bytes += len(data)
+        return hash_bytes(data)
+
+    def size(self, path: str) -> int:
+        return len(self.read(path))
+
+
+class Disk(Recording):
     """A file system, in which a power cut loses what was not synced.
 
     Bytes of a file are durable after fsync of the file, and entries of a folder (new names, renames, removals) after
@@ -120,11 +152,8 @@ class Disk:
     root = "(disk)"
 
     def __init__(self, tree: Tree | None = None, first: int = 1) -> None:
+        super().__init__()
         self.tree = tree or Tree()
-        self.journal: list[Effect] = []
-        self.moved_bytes = 0
-        self.turn: Callable[[], object] = lambda: None
-        """Called before each operation; a scheduler lets another job go on in it."""
         self._last = max([first - 1, *self.tree.folders, *self.tree.data])
 
     def _do(self, kind: str, node: int, name: str = "", other: str = "", value: Any = None) -> None:
@@ -132,10 +161,6 @@ class Disk:
         self.journal.append(effect)
         if not kind.startswith("sync"):
             self.tree.apply(effect)
-
-    def note(self, value: Any) -> None:
-        """Write into the journal what the caller knows by then."""
-        self.journal.append(Effect("note", value=value))
 
     def _new(self) -> int:
         self._last += 1
@@ -159,9 +184,6 @@ class Disk:
         if folder not in self.tree.folders:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         return folder, name
-
-    def _note_moved(self, count: int) -> None:
-        self.moved_bytes += count
 
     @contextmanager
     def create(self, path: str, *, sync: bool = True) -> Iterator[HashingWriter]:
@@ -188,23 +210,12 @@ class Disk:
         """Fsync a file."""
         self._do("sync file", number)
 
-    def open(self, path: str) -> IO[bytes]:
-        return io.BytesIO(self.read(path))
-
     def read(self, path: str) -> bytes:
         self.turn()
         number = self._find(path)
         if number in self.tree.folders:
             raise NotRegular(errno.EINVAL, "it is a directory", path)
         return self.tree.data[number]
-
-    def hash(self, path: str, *, from_disk: bool = False) -> str:  # noqa: ARG002 - there is no cache
-        data = self.read(path)
-        self.moved_bytes += len(data)
-        return hash_bytes(data)
-
-    def size(self, path: str) -> int:
-        return len(self.read(path))
 
     def exists(self, path: str) -> bool:
         self.turn()
@@ -323,7 +334,7 @@ class Contents:
             self.written[effect.name] = self.seconds, self.writes
 
 
-class Bucket:
+class Bucket(Recording):
     """A client of a bucket, in which an object appears whole or not at all, and at once to everybody.
 
     A request waits for the answer to the one before it, except that all deletions below a prefix, and only these, are
@@ -337,17 +348,10 @@ class Bucket:
     root = "bucket://run"
 
     def __init__(self, contents: Contents | None = None) -> None:
+        super().__init__()
         self.contents = contents or Contents()
-        self.journal: list[Effect] = []
-        self.moved_bytes = 0
-        self.turn: Callable[[], object] = lambda: None
-        """As a disk's."""
         self._made: dict[str, tuple[float, int]] = {}
         self._flight = 0
-
-    def note(self, value: Any) -> None:
-        """Write into the journal what the caller knows by then."""
-        self.journal.append(Effect("note", value=value))
 
     def _ask(self, kind: str, name: str, data: bytes | None = None, *, together: bool = False) -> None:
         if not together:
@@ -355,9 +359,6 @@ class Bucket:
         effect = Effect(kind, self._flight, name, value=data)
         self.journal.append(effect)
         self.contents.apply(effect)
-
-    def _note_moved(self, count: int) -> None:
-        self.moved_bytes += count
 
     @contextmanager
     def create(self, path: str) -> Iterator[HashingWriter]:
@@ -373,22 +374,11 @@ class Bucket:
             raise taken(path)
         self._ask("put new", path, data)
 
-    def open(self, path: str) -> IO[bytes]:
-        return io.BytesIO(self.read(path))
-
     def read(self, path: str) -> bytes:
         self.turn()
         if path not in self.contents.objects:
             raise absent(path)
         return self.contents.objects[path]
-
-    def hash(self, path: str, *, from_disk: bool = False) -> str:  # noqa: ARG002 - there is no cache
-        data = self.read(path)
-        self.moved_bytes += len(data)
-        return hash_bytes(data)
-
-    def size(self, path: str) -> int:
-        return len(self.read(path))
 
     def exists(self, path: str) -> bool:
         self.turn()

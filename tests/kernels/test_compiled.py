@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from holdfast.models.chunks.kernel_form import why_no_triton
+from tests.kernels.outside import lines_of
 
 if why_no_triton():
     pytest.skip("needs Triton: make test-kernels", allow_module_level=True)
@@ -27,14 +25,7 @@ SPILLED_IN_SINGLE_PRECISION = 640
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("compiled")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in lines_of("compiled", tmp_path_factory.mktemp("compiled"))]
 
 
 def test_every_program_fits_the_shared_memory_and_the_registers_of_its_card(lines: list[dict[str, Any]]) -> None:

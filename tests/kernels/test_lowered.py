@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from holdfast.models.chunks.kernel_form import why_no_triton
 from tests.kernels.lowered import LENGTH, MODELS
+from tests.kernels.outside import lines_of
 
 if why_no_triton():
     pytest.skip("needs Triton: make test-kernels", allow_module_level=True)
@@ -46,15 +43,8 @@ WIDE = {
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]:
-    folder = tmp_path_factory.mktemp("lowered")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.lowered"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
     found = {}
-    for line in done.stdout.splitlines()[2:]:
+    for line in lines_of("lowered", tmp_path_factory.mktemp("lowered"))[2:]:
         cells = [cell.strip().replace(",", "") for cell in line.split("|")[1:-1]]
         kind, _, name, graphs, launches, _, fused, whole = cells
         found[kind, name] = int(graphs), int(launches), float(fused), float(whole)

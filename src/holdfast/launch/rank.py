@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,11 @@ _UNSCORED = (
 )
 
 
+def _tell(left_out: Iterable[str]) -> None:
+    for reason in left_out:
+        print(f"{reason}.", file=sys.stderr, flush=True)
+
+
 def work(verb: str, config: TrainingConfig, base: Path) -> int:
     """Join the other ranks, run the verb, and return the exit code."""
     # Until here a rank has done nothing, and the longest imports come now.
@@ -58,8 +64,7 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
     try:
         with joined_world(config.launch, logs=True) as world:
             first = world.is_first
-            for reason in left_out if first else ():
-                print(f"{reason}.", file=sys.stderr, flush=True)
+            _tell(left_out if first else [])
             return leave(_verbs(verb, config, base, world))
     except RankFailed as error:
         print(error, file=sys.stderr, flush=True)

@@ -147,9 +147,9 @@ class Forms:
         self._decide(standing)
         return standing
 
-    def note(self, name: str, value: int, reason: str = "", detail: str = "") -> Standing:
+    def note(self, name: str, value: int, reason: str = "") -> Standing:
         """Record a form for which there is no choice left."""
-        standing = Standing(name, value, reason, detail, agrees=value)
+        standing = Standing(name, value, reason, agrees=value)
         self._decide(standing)
         return standing
 
@@ -174,23 +174,21 @@ class Forms:
         # A model's forms were chosen when it was built; those of rollouts are chosen when an engine has weights.
         gone = {name for name in recorded if WORDS[name].subject != "rollouts" and name not in self.standings}
         self._recorded = {name: value for name, value in recorded.items() if name not in gone}
-        changes = [(Standing(name, 0), recorded[name]) for name in sorted(gone - {_SAME_BITS}) if recorded[name]]
-        lines = []
-        for name, standing in list(self.standings.items()):
-            before = recorded.get(name)
-            candidate = self._candidates.get(name)
-            follows = candidate is not None and not candidate.is_asked and before in {0, standing.agrees}
-            if before is not None and before != standing.value and candidate is not None and follows:
-                candidate.use(before)
-                again = replace(standing, value=before, reason="" if before else BEGAN_SO, speedups=(), detail="")
-                self._decide(again)
-                lines.append(f"{again}{'' if again.reason else ', as the run began'}")
-            elif name != _SAME_BITS and bool(standing.value) != bool(before):
-                changes.append((standing, before or 0))
-        return lines + [
-            f"note: {standing}; before this start {Standing(standing.name, before).words}. {OTHER_SUMS}"
-            for standing, before in changes
-        ]
+        lines = [self._follow(standing, recorded.get(name)) for name, standing in list(self.standings.items())]
+        lines += [_changed(Standing(name, 0), recorded[name]) for name in sorted(gone)]
+        return [line for line in lines if line]
+
+    def _follow(self, standing: Standing, before: int | None) -> str:
+        """Use a form as it was recorded, None for not at all, if that is possible; return a line where it changes."""
+        candidate = self._candidates.get(standing.name)
+        if before is None or candidate is None or candidate.is_asked or before not in {0, standing.agrees}:
+            return _changed(standing, before or 0)
+        if before == standing.value:
+            return ""
+        candidate.use(before)
+        now = replace(standing, value=before, reason="" if before else BEGAN_SO, speedups=(), detail="")
+        self._decide(now)
+        return f"{now}{', as the run began' if before else ''}"
 
     def lose(self, name: str, reason: str) -> None:
         """Note that this rank has given a form up; other ranks learn of it after the step.
@@ -207,6 +205,13 @@ class Forms:
     def _decide(self, standing: Standing) -> None:
         self.standings[standing.name] = standing
         self.news = [*(one for one in self.news if one.name != standing.name), standing]
+
+
+def _changed(standing: Standing, before: int) -> str:
+    """Return the line of a form that differs from the start before; "" where sums stay as they were."""
+    if standing.name == _SAME_BITS or bool(standing.value) == bool(before):
+        return ""
+    return f"note: {standing}; before this start {Standing(standing.name, before).words}. {OTHER_SUMS}"
 
 
 def _judged(standing: Standing, times: Sequence[Sequence[Times]]) -> Standing:

@@ -88,6 +88,17 @@ class RunFolder:
             self.append("samples.jsonl", line | more)
 
 
+def run_that_goes_back(place: Path) -> RunFolder:
+    """Return a run that failed at steps 35, 20 and 50, and went back behind each."""
+    run, begin = RunFolder(place), 1
+    for last, back in ((35, 10), (20, 15), (50, 40)):
+        run.steps(begin, last)
+        run.event("failed", last, reason="killed")
+        run.start(back)
+        begin = back + 1
+    return run
+
+
 def killed_run(place: Path, name: str = "run") -> RunFolder:
     """Return a run of 60 steps with three kills, alarms, NaN, an export and hostile completions.
 

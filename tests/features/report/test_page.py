@@ -17,7 +17,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.features.report.page import write_page
 from holdfast.metrics.sink import read_metrics
-from tests.features.report.cases import HOSTILE, RunFolder, data_of, killed_run, steps_of
+from tests.features.report.cases import HOSTILE, RunFolder, data_of, killed_run, run_that_goes_back, steps_of
 
 
 class Elements(HTMLParser):
@@ -166,12 +166,7 @@ def test_numbers_and_names_of_any_size_have_a_page(tmp_path: Path) -> None:
 
 
 def test_marks_are_in_the_order_of_steps_after_a_rewind(tmp_path: Path) -> None:
-    run, begin = RunFolder(tmp_path), 1
-    for last, back in ((35, 10), (20, 15), (50, 40)):
-        run.steps(begin, last)
-        run.event("failed", last, reason="killed")
-        run.start(back)
-        begin = back + 1
+    run = run_that_goes_back(tmp_path)
 
     marks = data_of(page_of(run.place, place=tmp_path / "x.html"))["runs"][0]["marks"]
 

@@ -266,7 +266,7 @@ def _take_back(storage: Storage, staging: str, error: BaseException, *, first: b
     agreed = first or isinstance(error, HoldfastError)
     with suppress(OSError, CheckpointCorrupt, NewerFormat):  # a silent store must not hide what all ranks agreed on
         if agreed and storage.exists(f"{staging}/{NAME}"):
-            storage.undo(staging, keep=parse(storage.read(f"{staging}/{NAME}"), staging).files)
+            storage.undo(staging, keep={NAME, *parse(storage.read(f"{staging}/{NAME}"), staging).files})
         elif agreed and not isinstance(error, PlaceLost):
             storage.undo(staging)
 

@@ -72,9 +72,7 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), device, compiled=compiled))
     ranks.on_all_ranks(lambda: join_context(config, world, origin, policy))
     no_kernels = choose_head_form(setting, policy, plan)
-    # Without a checkpoint of its own, a frozen model has nowhere to record what was faster at a start.
-    rank = world.rank if world.size > 1 else None
-    forms = Forms(ranks.gather, timed=trained and setting.trains and device == "cuda", rank=rank)
+    forms = _forms_of(setting, plan, trained=trained)
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy, forms=forms)
     if setting.without_numbers is not None:
         with setting.without_numbers():
@@ -90,8 +88,6 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     if plan.compile_blocks and world.is_first:
         count = len(plan.compile_blocks)
         print(f"blocks: {count} are compiled now, which takes minutes where torch's cache lacks them", flush=True)
-    if plan.copied:
-        forms.note("copies", 1)
     checked = check_compiled(sharded, compiler, lambda: check_model(sharded, side), side)
     head_line = check_head_form(sharded, side, no_kernels)
     if world.is_first:
@@ -99,6 +95,16 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
             if line:
                 print(line, flush=True)
     return sharded
+
+
+def _forms_of(setting: Setting, plan: ShardPlan, *, trained: bool) -> Forms:
+    world = setting.world
+    # Without a checkpoint of its own, a frozen model has nowhere to record what was faster at a start.
+    timed = trained and setting.trains and world.device.type == "cuda"
+    forms = Forms(setting.ranks.gather, timed=timed, rank=world.rank if world.size > 1 else None)
+    if plan.copied:
+        forms.note("copies", 1)
+    return forms
 
 
 def unplaced_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -> tuple[PolicyModel, str]:
@@ -215,12 +221,17 @@ def make_plan(
         ends=_ends(policy, {id(module): canonical_name(name) for name, module in runs}),
         compiled=compiled,
     )
-    if packs and plan.sharded and Version(torch.__version__).release < _SHARDS_OF_BYTES:
+    if packs and plan.sharded:
+        _refuse_bytes()
+    return plan
+
+
+def _refuse_bytes() -> None:
+    if Version(torch.__version__).release < _SHARDS_OF_BYTES:
         raise PlanError(
             f"model.lora.quantize: torch {torch.__version__} cannot shard tensors of bytes. Install a newer one "
             "(pip install -U 'torch>=2.13'), or use one rank."
         )
-    return plan
 
 
 def _ends(policy: PolicyModel, paths: Mapping[int, str]) -> ModelEnds:
