@@ -6,11 +6,13 @@ import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.compiler import BlockCompiler
@@ -91,25 +93,37 @@ def fails_after_the_check(world: World, values: dict[str, Any], failing: Sequenc
         run(world, values)
 
 
-def train_as_on_a_card(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, Any]:
-    """Train where forms are timed and blocks compiled by default; the compiler's programs wait at every call.
+def waits(program: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a program slowly."""
+    time.sleep(0.02)
+    return program(*arguments)
+
+
+def errs(program: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a program, and give other numbers where there are as many tokens as in a micro-batch."""
+    long = any(isinstance(one, torch.Tensor) and max(one.shape, default=0) > 1000 for one in arguments)
+
+    def spoilt(value: torch.Tensor) -> torch.Tensor:
+        return value * 1.25 if long and value.is_floating_point() else value
+
+    return tree_map_only(torch.Tensor, spoilt, program(*arguments))
+
+
+def train_as_on_a_card(
+    world: World, tree: dict[str, Any], rows: Any, steps: int, run_program: Callable[..., Any]
+) -> dict[str, Any]:
+    """Train where forms are timed and blocks compiled by default; `run_program` runs what the compiler made.
 
     Returns:
-        What `train` does, what was printed, and how many passes there were before step 1.
+        What `train` does, and what was printed.
     """
     front_end = torch._dynamo.lookup_backend("aot_eager")
 
-    def slow(graph: Any, inputs: Any) -> Any:
-        program = front_end(graph, inputs)
-
-        def wait(*arguments: Any) -> Any:
-            time.sleep(0.02)
-            return program(*arguments)
-
-        return wait
+    def backend(graph: Any, inputs: Any) -> Any:
+        return partial(run_program, front_end(graph, inputs))
 
     output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, compiled_by(slow), redirect_stdout(output):
+    with pytest.MonkeyPatch.context() as patch, compiled_by(backend), redirect_stdout(output):
         patch.setattr(model, "Forms", lambda gather, timed, rank: Forms(gather, timed=True, rank=rank))  # noqa: ARG005 - a card's
         patch.setattr(SFTConfig, "compiles_blocks", lambda *_: True)
         outcome = train(world, tree, rows, steps)

@@ -16,10 +16,12 @@ from holdfast.metrics.sink import read_metrics
 from holdfast.training.directory import events
 from tests.distributed.cases import rows_of, settings, train
 from tests.distributed.compile_cases import (
+    errs,
     fails_after_the_check,
     runs_of_forms,
     train_as_on_a_card,
     train_compiled,
+    waits,
 )
 from tests.distributed.test_split_invariance import assert_same
 from tests.tiny import tiny_directory
@@ -138,7 +140,7 @@ def test_compiled_blocks_that_are_slower_are_left_and_leave_no_bit_behind(
     tree = settings(str(tiny_directory(tmp_path, "llama")))
 
     expected = pools(ranks).run(train, tree, ROWS, 3)[0]
-    found = pools(ranks).run(train_as_on_a_card, tree, ROWS, 3)[0]
+    found = pools(ranks).run(train_as_on_a_card, tree, ROWS, 3, waits)[0]
 
     assert_same(found, expected, 0.0)
     line = found["printed"][-1]
@@ -146,6 +148,16 @@ def test_compiled_blocks_that_are_slower_are_left_and_leave_no_bit_behind(
     speedups = [float(number) for number in re.findall(r"\d+\.\d\d", line)]
     assert len(speedups) == 3
     assert min(speedups) < 1
+
+
+def test_compiled_blocks_that_err_at_the_size_of_a_micro_batch_are_found_out(pools: Any, tmp_path: Path) -> None:
+    tree = settings(str(tiny_directory(tmp_path, "llama")))
+
+    expected = pools(1).run(train, tree, ROWS, 2)[0]
+    found = pools(1).run(train_as_on_a_card, tree, ROWS, 2, errs)[0]
+
+    assert_same(found, expected, 0.0)
+    assert "losses of a micro-batch differ by" in found["printed"][-1]
 
 
 def test_a_run_that_asks_for_compiled_blocks_has_them_as_soon_as_they_compile(pools: Any, tmp_path: Path) -> None:

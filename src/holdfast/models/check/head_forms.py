@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ def compare_forms(
     Args:
         policy: Whose head takes the kernels.
         batch: On its device.
-        tokens: Of the loss that is timed.
+        tokens: About how many the loss has: those of the batch, again and again.
         time: Times two actions; None where time does not matter.
     """
     results: list[HeadComparison] = []
@@ -57,9 +58,12 @@ def compare_forms(
     def look(hidden: Tensor, head: HeadWeights) -> None:
         # Triton, its compiler and the driver raise errors of many kinds; ranks are within a collective call here.
         try:
-            found = _compared(hidden, head, targets, policy.head_spec)
+            times = max(1, tokens // len(targets))
+            states, labels = hidden.repeat(times, 1), targets.repeat(times)
+            found = _compared(states, head, labels, policy.head_spec)
             if not found.reason and time is not None:
-                found = found._replace(times=_timed(hidden, head, targets, policy.head_spec, tokens, time))
+                forms = [partial(_numbers, states, head, labels, spec) for spec in _specs(policy.head_spec)]
+                found = found._replace(times=time(*forms))
             results.append(found)
         except Exception as error:  # noqa: BLE001 - as the comment says
             lines = str(error).strip().splitlines() or [""]
@@ -69,24 +73,14 @@ def compare_forms(
     return results[0]
 
 
-def _timed(  # noqa: PLR0913, PLR0917 - what is computed, and how it is timed
-    hidden: Tensor,
-    head: HeadWeights,
-    targets: Tensor,
-    spec: HeadSpec,
-    tokens: int,
-    time: Callable[[Act, Act], Sequence[tuple[float, float]]],
-) -> Sequence[tuple[float, float]]:
-    """Time both over so many tokens, the few that were compared again and again."""
-    times = -(-tokens // len(targets))
-    states, labels = hidden.repeat(times, 1)[:tokens], targets.repeat(times)[:tokens]
-    plain = replace(spec, kernel_tokens=None)
-    return time(lambda: _numbers(states, head, labels, spec), lambda: _numbers(states, head, labels, plain))
+def _specs(spec: HeadSpec) -> tuple[HeadSpec, HeadSpec]:
+    """Return the specifications of the kernels and of torch's operations."""
+    return spec, replace(spec, kernel_tokens=None)
 
 
 def _compared(hidden: Tensor, head: HeadWeights, targets: Tensor, spec: HeadSpec) -> HeadComparison:
     ours = _numbers(hidden, head, targets, spec)
-    theirs = _numbers(hidden, head, targets, replace(spec, kernel_tokens=None))
+    theirs = _numbers(hidden, head, targets, _specs(spec)[1])
     differences = {name: _difference(ours[name], theirs[name]) for name in theirs}
     name = max(differences, key=lambda name: differences[name])
     largest = differences[name]

@@ -11,6 +11,7 @@ import torch
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import HoldfastError
 from holdfast.models.check.forward import plain_tokens
+from holdfast.models.check.head_forms import LIMITS
 from holdfast.models.layers.family import positions_of
 from holdfast.parallel.compiler import BlockCompiler
 from holdfast.parallel.forms import TIMED_TOKENS, Candidate, Times, timed_rounds
@@ -51,13 +52,13 @@ def check_compiled(
     is_asked = setting.config.parallel.compile == "blocks"
     is_timed = forms.times and not is_asked
     lines: list[str] = []
+    passes = _Passes(sharded, compiler, images) if is_timed else None
 
     def compare() -> str:
         failed = ""
         try:
             lines[:] = check()
-            if is_timed:
-                _Passes(sharded, compiler, images).compiled()
+            failed = passes.difference() if passes is not None else ""
         except Exception as error:  # compiled code raises errors of many kinds; the second check tells which
             if not (isinstance(error, HoldfastError) or all_raise()):
                 raise
@@ -65,7 +66,7 @@ def check_compiled(
         reason = next(iter(compiler.reasons), failed)
         return reason and f"the check before step 1 failed with them ({reason})"
 
-    rounds = _Passes(sharded, compiler, images).rounds if is_timed else None
+    rounds = passes.rounds if passes is not None else None
     seconds = lambda: f" in {_seconds_of_compiling() - before:.1f} s"  # noqa: E731 - a clause of the line
     standing = forms.choose(Candidate("blocks", compiler.use, compare, rounds, is_asked=is_asked, detail=seconds))
     if not standing.value:
@@ -90,18 +91,29 @@ class _Passes:
             tokens = plain_tokens(sharded.model, images, length, index)
             self._examples.append(Example(index, index, tokens, np.arange(length) > 0))
 
-    def compiled(self) -> None:
-        """Run both passes with compiled blocks."""
-        self._run(1)
+        self._has_room = True
+
+    def difference(self) -> str:
+        """Say how losses differ that compiled blocks and uncompiled ones give; "" if they do not.
+
+        All ranks call this together. Where some rank may have no memory for uncompiled blocks, they are not run.
+        """
+        ours = self._run(1)
+        self._has_room = all(self._sharded.setting.ranks.gather(self._memory_is_enough()))
+        if not self._has_room:
+            return ""
+        plain = self._run(0)
+        self._compiler.use(1)
+        gap = abs(ours - plain) / max(abs(plain), 1e-30)
+        limit = LIMITS.get(getattr(torch, self._sharded.plan.compute_dtype), LIMITS[torch.float32])
+        return "" if gap <= limit else f"losses of a micro-batch differ by {gap:.1e} of their size"
 
     def rounds(self) -> list[Times]:
-        """Time both ways; [] where some rank may have no memory for uncompiled blocks. All ranks call this together."""
+        """Time both ways; [] where there may be no memory for one. All ranks call this together."""
         device = self._sharded.setting.world.device
-        if not all(self._sharded.setting.ranks.gather(self._has_room())):
-            return []
-        return timed_rounds(self.compiled, lambda: self._run(0), device)
+        return timed_rounds(lambda: self._run(1), lambda: self._run(0), device) if self._has_room else []
 
-    def _has_room(self) -> bool:
+    def _memory_is_enough(self) -> bool:
         device = self._sharded.setting.world.device
         if device.type != "cuda":
             return True
@@ -110,12 +122,12 @@ class _Passes:
         taken = torch.cuda.max_memory_allocated(device) - allocated
         return free + torch.cuda.memory_reserved(device) - allocated > _ROOM * taken
 
-    def _run(self, value: int) -> None:
+    def _run(self, value: int) -> float:
         self._compiler.use(value)
         policy, device = self._sharded.model, self._sharded.setting.world.device
         with restoring_gradients(policy, device):
             dropout = self._sharded.setting.config.model.dropout
-            form_gradients(policy, device, self._sharded.plan, self._examples, dropout=dropout)
+            return form_gradients(policy, device, self._sharded.plan, self._examples, dropout=dropout)
 
 
 def _say_once(compiler: BlockCompiler) -> None:

@@ -199,8 +199,10 @@ def check_gradients(sides: Sides, plan: ShardPlan, *, dropout: bool) -> Gradient
 
 def form_gradients(
     policy: PolicyModel, device: torch.device, plan: ShardPlan, examples: list[Example], *, dropout: bool
-) -> None:
-    """Form the gradients of a micro-batch as training would, without dropout; all ranks call this together.
+) -> float:
+    """Form the gradients of a micro-batch as training would, without dropout, and return its loss.
+
+    All ranks call this together.
 
     Args:
         policy: The model.
@@ -221,6 +223,7 @@ def form_gradients(
     output = policy(to_device(batch, device), NegativeLogLikelihood())
     assert isinstance(output, LossSum)
     torch.autograd.backward(output.loss)
+    return float(output.loss)
 
 
 def _form_theirs(sides: Sides, example: Example) -> None:
