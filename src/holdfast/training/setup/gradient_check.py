@@ -223,7 +223,7 @@ def form_gradients(
     output = policy(to_device(batch, device), NegativeLogLikelihood())
     assert isinstance(output, LossSum)
     torch.autograd.backward(output.loss)
-    return float(output.loss)
+    return float(output.loss.detach())
 
 
 def _form_theirs(sides: Sides, example: Example) -> None:
