@@ -135,7 +135,7 @@ class Arms:
         load_state(LocalStorage(folder.parent), folder.name, self.model, self.optimizer, self.ranks)
 
     def verify(self, folder: Path) -> None:
-        from holdfast.checkpoint.loading.reader import verified_manifest
+        from holdfast.checkpoint.format.verification import verified_manifest
         from holdfast.checkpoint.place.storage import LocalStorage
 
         verified_manifest(LocalStorage(folder.parent), folder.name, self.ranks)

@@ -215,7 +215,7 @@ class Holdfast(System):
         from holdfast import checkpoint
         from holdfast.checkpoint.calls import call
         from holdfast.checkpoint.keep.choose import newest_verified
-        from holdfast.checkpoint.loading.reader import verified_manifest
+        from holdfast.checkpoint.format.verification import verified_manifest
         from holdfast.checkpoint.place.storage import open_storage
         from holdfast.errors import RankFailed
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import checkpoint
+from holdfast.checkpoint.format.verification import verified_manifest
 from holdfast.checkpoint.keep.choose import ResumeChoice, newest_verified
-from holdfast.checkpoint.loading.reader import verified_manifest
 from holdfast.checkpoint.place.hashing import hash_tensor
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.models.names import canonical_name

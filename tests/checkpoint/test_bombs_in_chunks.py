@@ -11,7 +11,6 @@ from collections import Counter
 
 import pytest
 import torch
-
 from holdfast.checkpoint.format.stored_chunks import _archive_is_modest, _unpacked_size, chunk_from
 
 BOMB_BYTES = 2**20

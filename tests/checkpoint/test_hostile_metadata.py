@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from holdfast.checkpoint.format.dcp import read_dcp_metadata
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.format.dcp import read_dcp_metadata
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World

@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 import pytest
-
 from holdfast.checkpoint.format.modest_pickles import Sizes, differ_where_it_matters, is_modest
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from holdfast.checkpoint.format.dcp import read_dcp_metadata
+from holdfast.checkpoint.format.stored_chunks import chunk_from
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
-from holdfast.checkpoint.format.dcp import read_dcp_metadata
-from holdfast.checkpoint.format.stored_chunks import chunk_from
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.loading.reader import load_state
 from holdfast.checkpoint.place.storage import LocalStorage

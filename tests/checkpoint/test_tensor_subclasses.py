@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from holdfast.checkpoint.format.dcp import read_dcp_metadata
+from holdfast.checkpoint.format.stored_chunks import chunk_from
 from typer.testing import CliRunner
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.format.dcp import read_dcp_metadata
 from holdfast.checkpoint.format.manifest import NAME, Manifest, parse
-from holdfast.checkpoint.format.stored_chunks import chunk_from
 from holdfast.checkpoint.inspect.compare import differences
 from holdfast.checkpoint.keep.find import one
 from holdfast.cli.main import app

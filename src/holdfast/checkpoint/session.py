@@ -12,8 +12,8 @@ from holdfast.checkpoint.background import BackgroundSaver, Status
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveFailed
 from holdfast.checkpoint.format.manifest import About, Manifest
 from holdfast.checkpoint.format.snapshot import Snapshot
+from holdfast.checkpoint.format.verification import verified_manifest
 from holdfast.checkpoint.keep.retention import Retention, apply_retention, put_aside
-from holdfast.checkpoint.loading.reader import verified_manifest
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.checkpoint.saving.agreement import together_in_phase

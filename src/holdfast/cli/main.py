@@ -59,6 +59,9 @@ COMMANDS = {
     "checkpoint import": CommandEntry(
         f"{_FEATURES}.rescue.commands:import_checkpoint", "Make another system's checkpoint one of ours, or a model."
     ),
+    "checkpoint convert": CommandEntry(
+        f"{_FEATURES}.rescue.commands:convert", "Rewrite checkpoints of an earlier format."
+    ),
     "checkpoint average": CommandEntry(
         f"{_CORE}.checkpoint:average", "Write the mean of several checkpoints' weights."
     ),

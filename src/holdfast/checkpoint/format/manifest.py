@@ -7,7 +7,7 @@ trailing bytes and unlisted files are errors.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -17,15 +17,15 @@ from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.errors import UserError
 from holdfast.files import parse_json, size_words
 
-FORMAT = 2
-"""The format that is written, and the newest that is read."""
+FORMAT = 3
+"""The format that is written and read: tensors are in safetensors files."""
 NAME = "manifest.json"
 _HASH_KEY = "xxh3_128"
 """Key of the hash; it sorts after `manifest`, so that the file ends with its hash."""
 
 
-class NewerFormat(UserError):  # noqa: N818 - the name says what is wrong
-    """A checkpoint was written by a later version of Holdfast."""
+class OtherFormat(UserError):  # noqa: N818 - the name says what is wrong
+    """A checkpoint was written by a later version of Holdfast, or by an earlier one and was not converted."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Chunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     hash: str
-    """Hash of the chunk's bytes in row-major order, before serialisation."""
+    """Hash of the chunk's bytes in row-major order."""
+    file: str
+    """The file that holds it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     """Files by path relative to the checkpoint; the manifest itself is not listed."""
     tensors: Mapping[str, TensorEntry]
-    """Tensors by their names in DCP: model.<parameter> and optim.<parameter>.<key>"""
+    """Tensors by their stored names: model.<parameter> and optim.<parameter>.<key>"""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
     """Class of the optimizer, its groups, its values that are not tensors, and records of quantised tensors."""
@@ -133,26 +135,49 @@ class About:
 def parse(data: bytes, path: str) -> Manifest:
     """Read a manifest.
 
+    Raises:
+        CheckpointCorrupt: The manifest is damaged in any way.
+        OtherFormat: A later version wrote it, or an earlier one.
+    """
+    return parse_as(FORMAT, data, path, lambda body: body)
+
+
+def parse_as(number: int, data: bytes, path: str, present: Callable[[Any], Any]) -> Manifest:
+    """Read a manifest of one format.
+
     Every format keeps the envelope: canonical JSON of `manifest` and of its hash.
+
+    Args:
+        number: The format that is expected.
+        data, path: The file.
+        present: Turns a manifest of that format, as JSON, into one of the present format.
 
     Raises:
         CheckpointCorrupt: The manifest is damaged in any way.
-        NewerFormat: A later version wrote it.
+        OtherFormat: It has another format.
     """
     try:
         outer = parse_json(data, _no_duplicates)
         body = outer["manifest"]
         if hash_bytes(_canonical(body)) != outer[_HASH_KEY] or _canonical(outer) != data:
             raise CheckpointCorrupt(f"{path} is damaged: its own hash does not fit.")
-        number = body["format"]  # looked at after the hash: a flipped bit must not look like a later version
-        if isinstance(number, int) and number > FORMAT:
-            raise NewerFormat(
-                f"{path} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
-            )
-        return _from_plain(body)
+        # Looked at after the hash: a flipped bit must not look like another version.
+        if isinstance(body["format"], int) and body["format"] != number:
+            raise OtherFormat(_other_format(path, body["format"]))
+        return _manifest_of(present(body))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else error
         raise CheckpointCorrupt(f"{path} is damaged: {reason}.") from error
+
+
+def _other_format(path: str, number: int) -> str:
+    if number > FORMAT:
+        return f"{path} has format {number}, this version of Holdfast reads format {FORMAT}. Upgrade Holdfast."
+    directory = path.removesuffix(f"/{NAME}")
+    return (
+        f"{path} has format {number}, this version of Holdfast reads format {FORMAT}. Convert it with `holdfast "
+        f"checkpoint convert {directory}`, which keeps every number, and start the same command again."
+    )
 
 
 def _canonical(value: Any) -> bytes:
@@ -166,7 +191,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _from_plain(body: Mapping[str, Any]) -> Manifest:
+def _manifest_of(body: Mapping[str, Any]) -> Manifest:
     field_names = {manifest_field.name for manifest_field in fields(Manifest)}
     if set(body) != field_names:
         raise ValueError(f"its fields differ: {sorted(set(body) ^ field_names)}")
@@ -198,5 +223,14 @@ def _check_optimizer(section: Mapping[str, Any]) -> None:
 
 
 def _tensor(entry: Mapping[str, Any]) -> TensorEntry:
-    chunks = tuple(Chunk(tuple(chunk["offsets"]), tuple(chunk["sizes"]), chunk["hash"]) for chunk in entry["chunks"])
-    return TensorEntry(tuple(entry["shape"]), entry["dtype"], chunks, entry["requires_grad"])
+    chunks = tuple(
+        Chunk(_numbers(chunk["offsets"]), _numbers(chunk["sizes"]), chunk["hash"], chunk["file"])
+        for chunk in entry["chunks"]
+    )
+    return TensorEntry(_numbers(entry["shape"]), entry["dtype"], chunks, entry["requires_grad"])
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int for value in values):
+        raise TypeError("a shape is no list of integers")
+    return tuple(values)

@@ -16,14 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.format.manifest import Chunk, TensorEntry
-from holdfast.checkpoint.format.unsupported_tensors import (
-    is_finite,
-    refuse_extra_state,
-    refuse_lazy,
-    refuse_odd,
-)
-from holdfast.checkpoint.place.hashing import hash_tensor
+from holdfast.checkpoint.format.unsupported_tensors import refuse_extra_state, refuse_lazy, refuse_odd
 from holdfast.models.names import canonical_name, tied_names
 from holdfast.optim.state import OptimizerState, collect
 from holdfast.parallel.shards import local_part, sharded_parameters
@@ -43,7 +36,7 @@ class Snapshot:
     """One rank's part of a checkpoint."""
 
     tensors: Mapping[str, Tensor]
-    """Tensors by their names in DCP."""
+    """Tensors by their stored names."""
     trained: frozenset[str]
     """Names of parameters with gradients."""
     ties: Mapping[str, tuple[str, ...]]
@@ -64,12 +57,12 @@ class Snapshot:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters (one name of each tie) and stored buffers under their DCP names."""
+    """Return parameters (one name of each tie) and stored buffers under their stored names."""
     return tensors_of(hold(model))
 
 
 def tensors_of(model_parts: LiveTensors) -> dict[str, Tensor]:
-    """Return the tensors of a model's parts under DCP names."""
+    """Return the tensors of a model's parts under their stored names."""
     # Detached and not `.data`: autograd counts writes to them as writes to the parameters, which engines look at.
     parameters = {MODEL + name: parameter.detach() for name, parameter in model_parts.parameters.items()}
     tensors: dict[str, Tensor] = parameters | {MODEL + name: buffer for name, buffer in model_parts.buffers.items()}
@@ -77,7 +70,7 @@ def tensors_of(model_parts: LiveTensors) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(state: OptimizerState) -> dict[str, Tensor]:
-    """Return optimizer tensors under their DCP names."""
+    """Return optimizer tensors under their stored names."""
     return {f"{OPTIM}{name}.{key}": tensor for name, keys in state.tensors.items() for key, tensor in keys.items()}
 
 
@@ -208,7 +201,7 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return `local` as the shard of a DTensor that is sharded like `tensor`; plain if that is plain."""
     if not isinstance(tensor, DTensor):
         return local
-    # from_local would move host memory back to the mesh's device; DCP reads only the placement.
+    # from_local would move host memory back to the mesh's device.
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -240,28 +233,6 @@ def _mesh(model: nn.Module) -> DeviceMesh | None:
 
 def _axes(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
-
-
-class SnapshotDescription(NamedTuple):
-    """Manifest entries of the tensors in one rank's snapshot, and whether all numbers are finite."""
-
-    tensors: dict[str, TensorEntry]
-    finite: bool
-    """Whether no floating-point number in it is NaN or infinite."""
-
-
-def describe_snapshot(snapshot: Snapshot) -> SnapshotDescription:
-    """Hash this rank's shard of every tensor, and look for NaN and infinity while it is in the processor's cache."""
-    entries: dict[str, TensorEntry] = {}
-    finite = True
-    for name, tensor in snapshot.tensors.items():
-        offsets, sizes = chunk_of(tensor)
-        local = local_part(tensor)
-        chunks = (Chunk(offsets, sizes, hash_tensor(local)),) if local.numel() or not tensor.numel() else ()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[name] = TensorEntry(tuple(tensor.shape), dtype, chunks, name in snapshot.trained)
-        finite = finite and is_finite(local)
-    return SnapshotDescription(entries, finite)
 
 
 def outline(snapshot: Snapshot) -> Outline:
@@ -370,5 +341,5 @@ def with_companions(snapshot: Snapshot, companions: Mapping[str, Snapshot]) -> S
 
 
 def companion_key(name: str, key: str) -> str:
-    """Return the name, in the DCP, of what a companion calls `key`."""
+    """Return the stored name of what a companion calls `key`."""
     return f"{name}.{key}"

@@ -1,30 +1,28 @@
 """Verify that a checkpoint holds what was written. There are three levels; each includes the previous ones.
 
 names    the manifest is whole, every listed file is there in its size, and no other
-files    every file's hash                               (before every resume)
-tensors  every chunk of every tensor, as DCP stored it   (`holdfast checkpoint verify`, default)
+files    every file's hash
+tensors  the header of every file of tensors, and every chunk   (`holdfast checkpoint verify`, default)
+
+A resume compares headers and chunks while it reads them, and so every byte too (`loading/chunk_reader.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal, TypeVar
-
-from torch.distributed.checkpoint.metadata import Metadata
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
-from holdfast.checkpoint.format.dcp import read_dcp_metadata, without_chunks
 from holdfast.checkpoint.format.manifest import NAME, Manifest, parse
 from holdfast.checkpoint.format.other_systems import describe_foreign
-from holdfast.checkpoint.format.stored_chunks import chunk_within
-from holdfast.checkpoint.place.hashing import hash_bytes, hash_tensor
-from holdfast.checkpoint.place.layout import DCP, METADATA, step_of
+from holdfast.checkpoint.format.shards import ShardLayout, check_layout, hashes_of, layouts_of
+from holdfast.checkpoint.place.hashing import hash_bytes, hash_range
+from holdfast.checkpoint.place.layout import step_of
 from holdfast.checkpoint.place.memory import memory_for
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.files import MOST_TEXT_BYTES, again
+from holdfast.parallel.collectives import RankGroup
 
-_NOTHING = hash_bytes(b"")
 _ABSENT = "It is not there."
 
 Level = Literal["names", "files", "tensors"]
@@ -152,8 +150,23 @@ def check_names(storage: Storage, name: str, manifest: Manifest) -> None:
     """Compare the listed files with those that exist; a fault is reported only after two checks have found it.
 
     Raises:
-        CheckpointCorrupt: A file is missing, of another size, or not listed.
+        CheckpointCorrupt: A file is missing, of another size, or not listed; or the manifest contradicts itself.
         CheckpointUnreadable: Nobody can look, also after some patience, or each look shows something else.
+    """
+    full_path = f"{storage.root}/{name}"
+    try:
+        check_layout(manifest)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = f"{error.args[0]!r} is no file of it" if isinstance(error, KeyError) else error
+        raise CheckpointCorrupt(f"{full_path}/{NAME} contradicts itself, although its hash fits: {reason}.") from error
+    check_listed(storage, name, manifest)
+
+
+def check_listed(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Compare the files that a manifest lists with those that exist, by name and size.
+
+    Raises:
+        CheckpointCorrupt, CheckpointUnreadable: As `check_names`.
     """
     full_path = f"{storage.root}/{name}"
     wrong = _twice(full_path, lambda: _misnamed(storage, name, manifest, full_path))
@@ -226,16 +239,34 @@ def damage(full_path: str, files: Sequence[str], tensors: Sequence[str]) -> str:
     return f"{full_path}/{files[0]} is damaged: its hash is not the manifest's{_more(files)}{holds}"
 
 
-def damaged_tensors(storage: Storage, name: str, manifest: Manifest) -> list[str]:
-    """Return the tensors of which some chunk is missing or reads back differently.
+def check_headers(storage: Storage, name: str, manifest: Manifest) -> None:
+    """Compare the header of every file of tensors with the one that follows from the manifest.
 
     Raises:
-        CheckpointCorrupt: DCP's metadata is damaged or hostile, although its file is what the manifest says.
-        CheckpointUnreadable: A file cannot be read, also after some patience, or this machine is short of memory.
+        CheckpointCorrupt: A header is another one, in two reads.
+        CheckpointUnreadable: A file cannot be read, also after some patience, or each read gives other bytes.
     """
-    metadata = stored_metadata(storage, name)
-    chunks = (metadata.storage_data or {}).items()
-    return sorted({*without_chunks(metadata, manifest.tensors), *_differing(storage, name, manifest, chunks)})
+    for file, layout in layouts_of(manifest).items():
+        full_path = f"{storage.root}/{name}/{file}"
+        wrong = _twice(full_path, lambda file=file, layout=layout: _other_header(storage, name, file, layout))  # type: ignore[misc]
+        if wrong is not None:
+            raise CheckpointCorrupt(wrong)
+
+
+def _other_header(storage: Storage, name: str, file: str, layout: ShardLayout) -> str | None:
+    with storage.open(f"{name}/{file}") as opened:
+        if opened.read(len(layout.header)) == layout.header:
+            return None
+    return f"{storage.root}/{name}/{file} is damaged: its header does not list the tensors that the manifest lists."
+
+
+def damaged_tensors(storage: Storage, name: str, manifest: Manifest) -> list[str]:
+    """Return the tensors of which a chunk reads back differently.
+
+    Raises:
+        CheckpointUnreadable: A file cannot be read, also after some patience.
+    """
+    return sorted(set(_differing(storage, name, manifest, list(layouts_of(manifest)))))
 
 
 def tensors_within(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> list[str]:
@@ -243,39 +274,27 @@ def tensors_within(storage: Storage, name: str, manifest: Manifest, files: Seque
 
     Args:
         storage, name, manifest: The checkpoint.
-        files: Which of its files are damaged: that stands, whatever becomes of this look.
+        files: Its damaged files: that they are stands, whatever becomes of this look.
     """
-    if f"{DCP}/{METADATA}" in files:
-        return []  # a pickle that is known to be damaged may ask for any amount of memory
     try:
-        stored = (stored_metadata(storage, name).storage_data or {}).items()
-        chunks = [(index, info) for index, info in stored if f"{DCP}/{info.relative_path}" in files]
-        return sorted({*_differing(storage, name, manifest, chunks)})
-    except (CheckpointCorrupt, CheckpointUnreadable):
+        return sorted(set(_differing(storage, name, manifest, files)))
+    except CheckpointUnreadable:
         return []
 
 
-def stored_metadata(storage: Storage, name: str) -> Metadata:
-    """Return what DCP wrote of a checkpoint's tensors.
+def _differing(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> Iterator[str]:
+    """Yield the tensor of every chunk in these files that reads back differently."""
+    hashes = hashes_of(manifest)
+    for file, layout in layouts_of(manifest).items():
+        for stored in layout.chunks if file in files else ():
+            path, piece = f"{name}/{file}", stored.piece
 
-    Raises:
-        CheckpointCorrupt: It is damaged.
-        CheckpointUnreadable: It cannot be read, also after some patience.
-    """
-    path = f"{name}/{DCP}/{METADATA}"
-    full_path = f"{storage.root}/{path}"
-    return read_dcp_metadata(patiently(full_path, lambda: storage.read(path)), full_path)
+            def read(path: str = path, start: int = stored.start, size: int = piece.bytes_) -> str:
+                with storage.open(path) as opened:
+                    return hash_range(opened, start, size)
 
-
-def _differing(storage: Storage, name: str, manifest: Manifest, chunks: Iterable[tuple[Any, Any]]) -> Iterator[str]:
-    """Yield the tensor of every stored chunk, of those at these places, that reads back differently."""
-    hashes = {(key, chunk.offsets): chunk.hash for key, entry in manifest.tensors.items() for chunk in entry.chunks}
-    for index, info in chunks:
-        expected = hashes.get((index.fqn, tuple(index.offset or ())), _NOTHING)  # a rank without rows may write none
-        path = f"{name}/{DCP}/{info.relative_path}"
-        chunk = patiently(f"{storage.root}/{path}", partial(chunk_within, storage, path, info))
-        if chunk is None or hash_tensor(chunk) != expected:
-            yield index.fqn
+            if patiently(f"{storage.root}/{path}", read) != hashes[file, piece.key]:
+                yield piece.key
 
 
 def verify_checkpoint(storage: Storage, name: str, level: Level = "tensors") -> Manifest:
@@ -291,12 +310,49 @@ def verify_checkpoint(storage: Storage, name: str, level: Level = "tensors") -> 
     if level in {"files", "tensors"}:
         check_files(storage, name, manifest)
     if level == "tensors":
+        check_headers(storage, name, manifest)
         damaged = damaged_tensors(storage, name, manifest)
         if damaged:
             raise CheckpointCorrupt(
                 f"{storage.root}/{name}: {damaged[0]} is damaged: its bytes are not those that were saved"
                 f"{_more(damaged)}"
             )
+    return manifest
+
+
+def named_manifest(storage: Storage, name: str, ranks: RankGroup) -> Manifest:
+    """Return the manifest after rank 0 has compared the names and sizes of all files with it.
+
+    Raises:
+        NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
+    """
+
+    def read() -> Manifest:
+        manifest = read_manifest(storage, name)
+        check_names(storage, name, manifest)
+        return manifest
+
+    return ranks.on_first_rank(read)
+
+
+def verified_manifest(storage: Storage, name: str, ranks: RankGroup, *, from_disk: bool = False) -> Manifest:
+    """Return the manifest after the hash of every file was compared; files are distributed over the ranks.
+
+    Args:
+        storage, name: The checkpoint.
+        ranks: The group of ranks, all of which call this.
+        from_disk: Whether to read the disk instead of the page cache.
+
+    Raises:
+        NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
+    """
+    manifest = named_manifest(storage, name, ranks)
+    files = sorted(manifest.files)[ranks.rank :: ranks.size]
+    own_damaged = ranks.on_all_ranks(lambda: damaged_files(storage, name, manifest, files, from_disk=from_disk))
+    damaged = sorted({file for rank_damaged in ranks.gather(own_damaged) for file in rank_damaged})
+    if damaged:
+        tensors = ranks.on_first_rank(lambda: tensors_within(storage, name, manifest, damaged))
+        raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
     return manifest
 
 

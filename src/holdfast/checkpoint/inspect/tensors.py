@@ -6,20 +6,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
-from holdfast.checkpoint.format.manifest import Manifest, TensorEntry
+from holdfast.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
+from holdfast.checkpoint.format.shards import Stored, layouts_of
 from holdfast.checkpoint.format.snapshot import AVERAGE, MODEL
-from holdfast.checkpoint.format.stored_chunks import chunk_within
-from holdfast.checkpoint.format.verification import patiently, stored_metadata
-from holdfast.checkpoint.place.hashing import hash_tensor
-from holdfast.checkpoint.place.layout import DCP
-from holdfast.checkpoint.place.memory import memory_for
+from holdfast.checkpoint.format.verification import patiently
+from holdfast.checkpoint.place.hashing import hash_range
+from holdfast.checkpoint.place.memory import memory_for, memory_of
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.models.files.conversion import Header
 
@@ -43,8 +40,13 @@ class StoredCheckpoint:
         return any(key.startswith(AVERAGE) for key in self.manifest.tensors)
 
     @cached_property
-    def _metadata(self) -> Metadata:
-        return stored_metadata(self.storage, self.name)
+    def _stored(self) -> dict[tuple[str, str], Stored]:
+        """Where each chunk is, by file and tensor."""
+        return {
+            (file, stored.piece.key): stored
+            for file, layout in layouts_of(self.manifest).items()
+            for stored in layout.chunks
+        }
 
     def read(self, key: str) -> Tensor:
         """Return a whole tensor by its name in the manifest.
@@ -57,27 +59,26 @@ class StoredCheckpoint:
         dtype: torch.dtype = getattr(torch, entry.dtype)
         with memory_for(self.path, math.prod(entry.shape) * dtype.itemsize):
             tensor = torch.empty(entry.shape, dtype=dtype)
-        stored = {tuple(index.offset or ()): info for index, info in self._places.get(key, ())}
         for chunk in entry.chunks:
-            data = self._read_chunk(stored.get(chunk.offsets))
-            if data is None or hash_tensor(data) != chunk.hash:
+            region = tensor[
+                tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            ]
+            target = region if region.is_contiguous() else torch.empty(chunk.sizes, dtype=dtype)
+            if self._copied(key, chunk, target) != chunk.hash:
                 raise CheckpointCorrupt(f"{self.path}: {key} is damaged: its bytes are not those that were saved.")
-            region = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            tensor[region] = data
+            if target is not region:
+                region.copy_(target)
         return tensor
 
-    @cached_property
-    def _places(self) -> dict[str, list[tuple[Any, Any]]]:
-        chunks: dict[str, list[tuple[Any, Any]]] = {}
-        for index, info in (self._metadata.storage_data or {}).items():
-            chunks.setdefault(index.fqn, []).append((index, info))
-        return chunks
+    def _copied(self, key: str, chunk: Chunk, target: Tensor) -> str:
+        """Copy a chunk into a tensor's memory, and return the hash of what was copied."""
+        path, stored = f"{self.name}/{chunk.file}", self._stored[chunk.file, key]
 
-    def _read_chunk(self, info: Any) -> Tensor | None:
-        if info is None:
-            return None
-        path = f"{self.name}/{DCP}/{info.relative_path}"
-        return patiently(f"{self.storage.root}/{path}", lambda: chunk_within(self.storage, path, info))
+        def copy() -> str:
+            with self.storage.open(path) as file:
+                return hash_range(file, stored.start, stored.piece.bytes_, memory_of(target))
+
+        return patiently(f"{self.storage.root}/{path}", copy)
 
     def model_headers(self, dtype: torch.dtype | None) -> dict[str, Header]:
         """Return name and shape of every model tensor, with floating-point dtypes replaced by `dtype` if given."""

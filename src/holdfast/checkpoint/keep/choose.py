@@ -14,9 +14,8 @@ from holdfast.checkpoint.errors import (
     TensorsDiffer,
 )
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.verification import patiently, read_manifest
+from holdfast.checkpoint.format.verification import named_manifest, patiently, read_manifest, verified_manifest
 from holdfast.checkpoint.keep.retention import put_aside, renamed_checkpoints, steps
-from holdfast.checkpoint.loading.reader import named_manifest, verified_manifest
 from holdfast.checkpoint.place.layout import NOT_FINITE, QUARANTINE, fresh
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.parallel.collectives import RankGroup

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, DirectoryTaken
-from holdfast.checkpoint.format.manifest import NAME, Manifest, NewerFormat, parse
+from holdfast.checkpoint.format.manifest import NAME, Manifest, OtherFormat, parse
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import (
     PINS,
@@ -120,7 +120,7 @@ def renamed_checkpoints(storage: Storage) -> list[str]:
         if renamed(name) and storage.exists(f"{name}/{NAME}"):
             try:
                 right = step_name(parse(storage.read(f"{name}/{NAME}"), name).step)
-            except (OSError, CheckpointCorrupt, NewerFormat):
+            except (OSError, CheckpointCorrupt, OtherFormat):
                 right = "step- and eight digits"
             messages.append(f"{name} is passed over: it has the name of no checkpoint; rename it to {right}")
     return messages
@@ -142,7 +142,7 @@ def manifests(storage: Storage) -> dict[int, Manifest]:
     for step, name in steps(storage).items():
         try:
             by_step[step] = parse(storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}/{NAME}")
-        except (OSError, CheckpointCorrupt, NewerFormat):
+        except (OSError, CheckpointCorrupt, OtherFormat):
             continue
     return by_step
 
@@ -158,7 +158,7 @@ def _all_rated(storage: Storage) -> dict[int, CheckpointRating]:
             if digest not in _rated:
                 manifest = parse(data, f"{storage.root}/{path}")
                 _rated[digest] = CheckpointRating(manifest.finite, manifest.metrics)
-        except (OSError, CheckpointCorrupt, NewerFormat):
+        except (OSError, CheckpointCorrupt, OtherFormat):
             continue
         by_step[step] = _rated[digest]
     return by_step

@@ -1,6 +1,6 @@
 """Companions: further models in a checkpoint, such as a policy's critic or a reference that follows its weights.
 
-A critic has an optimizer; a following reference has none. Their tensors are in the same DCP directory under prefixed
+A critic has an optimizer; a following reference has none. Their tensors are in the same files under prefixed
 names: critic.model.<parameter>, critic.optim.<parameter>.<key>. One commit and one verification thus cover all of them,
 and code that reads only the main model needs no change.
 """

@@ -52,7 +52,7 @@ class LoadPlans(NamedTuple):
 
     @property
     def targets(self) -> dict[str, Target]:
-        """All tensors to read, under their names in DCP."""
+        """All tensors to read, under their stored names."""
         return self.model.plan.targets | targets_of(self.companions)
 
 

@@ -22,8 +22,6 @@ from holdfast.checkpoint.format.snapshot import (
     MODEL,
     OPTIM,
     TRAINED,
-    chunk_of,
-    like,
     model_tensors,
 )
 from holdfast.checkpoint.format.unsupported_tensors import refuse_odd
@@ -37,7 +35,6 @@ from holdfast.optim.state import (
 )
 from holdfast.optim.state_template import inert_state
 from holdfast.optim.wrapped import BETWEEN
-from holdfast.parallel.shards import local_part
 
 
 @dataclass(frozen=True)
@@ -68,31 +65,13 @@ class Target(NamedTuple):
         stored: torch.dtype = getattr(torch, self.entry.dtype)
         return stored
 
-    @property
-    def stored_hash(self) -> str | None:
-        """Hash of this rank's shard if it was saved as one chunk with the same bounds; else None."""
-        if not self.entry.chunks:  # in a plan, whose tensors hold no numbers to compute a place from
-            return None
-        extent = chunk_of(self.live)
-        return next((chunk.hash for chunk in self.entry.chunks if (chunk.offsets, chunk.sizes) == extent), None)
-
-    def staging(self) -> Tensor:
-        """Return memory for this rank's shard, in the live sharding.
-
-        If the shard was saved as one chunk, its hash shows whether all of it was read. Otherwise the memory is filled
-        with NaN, which shows elements that were not read.
-        """
-        shape = local_part(self.live).shape
-        hashed = self.stored_hash is not None
-        return like(self.live, torch.empty(shape, dtype=self.dtype) if hashed else poisoned(shape, self.dtype))
-
 
 @dataclass
 class LoadPlan:
     """The tensors to read, and the deviations that were found."""
 
     targets: dict[str, Target] = field(default_factory=dict)
-    """Tensors to read, by their names in DCP."""
+    """Tensors to read, by their stored names."""
     deviations: list[str] = field(default_factory=list)
     """Sentences about deviations that were declared."""
     unsaved: int = 0
@@ -268,13 +247,6 @@ def _plan_members(
         else:
             difference = f"{name} is updated by this optimizer and was not by the checkpoint's"
             allow(plan, declared.unfreeze, name, difference, "resume.unfreeze")
-
-
-def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return memory in which unwritten elements are recognisable: NaN, or zero for dtypes without NaN."""
-    if dtype is torch.float4_e2m1fn_x2:  # nothing fills it
-        return torch.zeros(shape, dtype=torch.uint8).view(dtype)
-    return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
 
 
 def allow(plan: LoadPlan, patterns: Sequence[str], name: str, difference: str, flag: str) -> None:

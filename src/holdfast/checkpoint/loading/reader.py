@@ -1,8 +1,4 @@
-"""Load a checkpoint into a model and an optimizer; nothing live is changed until everything was read and verified.
-
-Shards that were saved with the same bounds are read directly from their files, in the pass that verifies them
-(`direct.py`). All others, such as at another number of ranks, are read through DCP.
-"""
+"""Load a checkpoint into a model and an optimizer; nothing live is changed until everything was read and verified."""
 
 from __future__ import annotations
 
@@ -11,51 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, TensorsDiffer
-from holdfast.checkpoint.format.chunks import VerifiedChunks, verified_metadata
-from holdfast.checkpoint.format.dcp import Reader, one_process_is_meant, without_chunks
+from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.snapshot import (
-    Snapshot,
-    check_random_state,
-    chunk_of,
-    coordinate_of,
-    like,
-    mesh_of,
-)
-from holdfast.checkpoint.format.verification import (
-    check_names,
-    damage,
-    damaged_files,
-    read_manifest,
-    tensors_within,
-    verified_bytes,
-)
-from holdfast.checkpoint.loading.companions import (
-    Companion,
-)
-from holdfast.checkpoint.loading.direct import read_parts
+from holdfast.checkpoint.format.snapshot import check_random_state, coordinate_of, mesh_of
+from holdfast.checkpoint.format.verification import named_manifest, verified_bytes
+from holdfast.checkpoint.loading.chunk_reader import read_targets
+from holdfast.checkpoint.loading.companions import Companion
 from holdfast.checkpoint.loading.live import LiveState, plan_load, set_live, states_read
-from holdfast.checkpoint.loading.matching import (
-    Declared,
-    Target,
-    poisoned,
-)
-from holdfast.checkpoint.place.hashing import hash_tensor
-from holdfast.checkpoint.place.layout import DCP, RANK, TRAINER, place_file, rank_file
-from holdfast.checkpoint.place.memory import memory_for, no_memory_for
+from holdfast.checkpoint.loading.matching import Declared
+from holdfast.checkpoint.place.layout import RANK, TRAINER, place_file, rank_file
+from holdfast.checkpoint.place.memory import no_memory_for
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.errors import HoldfastError
 from holdfast.files import parse_json
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import is_out_of_memory
-from holdfast.parallel.shards import local_part, sharded_parameters
+from holdfast.parallel.shards import sharded_parameters
 
 StateCheck = Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]
 """Called with the shared state and this rank's own state (or None) before anything live is changed; may raise."""
@@ -117,7 +86,7 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
     live = LiveState(model, parameters, optimizer, averages, companions)
     full_path = f"{storage.root}/{name}"
     plans = ranks.on_all_ranks(lambda: plan_load(live, manifest, declared, hyperparameters, full_path))
-    tensors = _tensors(plans.targets, storage, name, manifest, ranks)
+    tensors = read_targets(plans.targets, storage, name, manifest, ranks)
     small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState | None]()
     with ranks.together():
         small.append(_small(storage, name, manifest, ranks, model))
@@ -126,110 +95,6 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
     # From here on nothing can fail for a reason of the checkpoint's.
     notes = set_live(live, plans, tensors, states)
     return LoadedState(manifest, small[0][1], small[0][0], tuple(notes), tuple(plans.model.plan.deviations))
-
-
-def named_manifest(storage: Storage, name: str, ranks: RankGroup) -> Manifest:
-    """Return the manifest after rank 0 has compared the names and sizes of all files with it.
-
-    Raises:
-        NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
-    """
-
-    def read() -> Manifest:
-        manifest = read_manifest(storage, name)
-        check_names(storage, name, manifest)
-        return manifest
-
-    return ranks.on_first_rank(read)
-
-
-def verified_manifest(storage: Storage, name: str, ranks: RankGroup, *, from_disk: bool = False) -> Manifest:
-    """Return the manifest after the hash of every file was compared; files are distributed over the ranks.
-
-    Args:
-        storage, name: The checkpoint.
-        ranks: The group of ranks, all of which call this.
-        from_disk: Whether to read the disk instead of the page cache.
-
-    Raises:
-        NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
-    """
-    manifest = named_manifest(storage, name, ranks)
-    files = sorted(manifest.files)[ranks.rank :: ranks.size]
-    own_damaged = ranks.on_all_ranks(lambda: damaged_files(storage, name, manifest, files, from_disk=from_disk))
-    damaged = sorted({file for rank_damaged in ranks.gather(own_damaged) for file in rank_damaged})
-    if damaged:
-        tensors = ranks.on_first_rank(lambda: tensors_within(storage, name, manifest, damaged))
-        raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
-    return manifest
-
-
-def _tensors(
-    targets: Mapping[str, Target], storage: Storage, name: str, manifest: Manifest, ranks: RankGroup
-) -> dict[str, Tensor]:
-    """Read this rank's shard of every target, and verify all files of the checkpoint."""
-    shards = read_parts(targets, storage, name, manifest, ranks)
-    if shards is None:  # in doubt: every file is asked twice, and says what is wrong with it
-        verified_manifest(storage, name, ranks)
-        shards = {}
-    staged: dict[str, Tensor] = {}
-    remaining = {key: target for key, target in targets.items() if key not in shards}
-    size = sum(local_part(target.live).nbytes for target in remaining.values())
-    with ranks.together(), memory_for(f"{storage.root}/{name}", size):
-        staged |= {key: target.staging() for key, target in remaining.items()}
-    _read(staged, storage, name, manifest, ranks)
-    return shards | staged
-
-
-def check_read_back(storage: Storage, name: str, manifest: Manifest, snapshot: Snapshot, ranks: RankGroup) -> None:
-    """Read every tensor of a checkpoint into memory filled with NaN, and compare it with the live tensor.
-
-    Raises:
-        CheckpointCorrupt: Something was not read, or reads back differently; the tensor is named, on all ranks.
-        CheckpointUnreadable: A rank is short of memory; on all ranks.
-    """
-    staging: dict[str, Tensor] = {}
-    size = sum(local_part(live).nbytes for live in snapshot.tensors.values())
-    with ranks.together(), memory_for(f"{storage.root}/{name}", size):
-        for key, live in snapshot.tensors.items():
-            staging[key] = like(live, poisoned(local_part(live).shape, live.dtype))
-    _read(staging, storage, name, manifest, ranks)
-    with ranks.together():
-        for key, live in snapshot.tensors.items():
-            if hash_tensor(local_part(staging[key])) != hash_tensor(local_part(live)):
-                raise CheckpointCorrupt(f"{storage.root}/{name}: {key} reads back differently from what was saved.")
-
-
-def _read(tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: Manifest, ranks: RankGroup) -> None:
-    """Read tensors through DCP, comparing the hash of each chunk, and again that of a shard that is one chunk."""
-    if not tensors:
-        return
-    if ranks.size == 1:
-        one_process_is_meant()
-    metadata: list[Metadata] = []
-    with ranks.together():
-        metadata.append(verified_metadata(storage, name, manifest))
-        partly = without_chunks(metadata[0], manifest.tensors) if ranks.rank == 0 else []
-        if partly:
-            raise TensorsDiffer(f"{storage.root}/{name}: .metadata lacks a part of {partly[0]}.")
-    reader = Reader(f"{name}/{DCP}", metadata[0], VerifiedChunks(storage, name, manifest))
-    try:
-        dcp_load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.size == 1)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        if isinstance(cause, HoldfastError):
-            raise cause from error
-        if is_out_of_memory(cause):
-            raise CheckpointUnreadable(
-                f"{storage.root}/{name} cannot be read: rank {rank} has no memory left. Nothing is known of its bytes; "
-                "free memory, raise the limit of the job, or use more ranks."
-            ) from error
-        raise CheckpointCorrupt(f"{storage.root}/{name} cannot be read on rank {rank}: {cause}.") from error
-    with ranks.together():
-        for key, tensor in tensors.items():
-            chunk = next((c for c in manifest.tensors[key].chunks if (c.offsets, c.sizes) == chunk_of(tensor)), None)
-            if chunk is not None and hash_tensor(local_part(tensor)) != chunk.hash:
-                raise TensorsDiffer(f"{storage.root}/{name}: {key} reads back differently from what was saved.")
 
 
 def _small(

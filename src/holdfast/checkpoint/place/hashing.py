@@ -61,6 +61,30 @@ def hash_file(path: Path, *, from_disk: bool = False, moved: Moved = lambda _: N
     return digest.hexdigest()
 
 
+def hash_range(file: IO[bytes], start: int, size: int, into: memoryview | None = None) -> str:
+    """Return the hash of `size` bytes of a file from an offset, or of as many as there are.
+
+    Args:
+        file: Open for reading.
+        start, size: The range, in bytes.
+        into: Memory of this size, which receives the bytes in the same pass; None: they are only hashed.
+    """
+    digest = xxhash.xxh3_128()
+    block = memoryview(bytearray(min(size, HASH_BLOCK))) if into is None else into
+    if file.tell() != start:
+        file.seek(start)
+    done = 0
+    while done < size:
+        first = 0 if into is None else done
+        part = block[first : first + min(size - done, HASH_BLOCK)]
+        count = file.readinto(part)  # type: ignore[attr-defined]
+        if not count:
+            break
+        digest.update(part[:count])
+        done += count
+    return digest.hexdigest()
+
+
 class HashingWriter(io.RawIOBase):
     """A writable stream that hashes bytes and writes them to a file."""
 

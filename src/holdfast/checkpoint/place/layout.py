@@ -1,6 +1,6 @@
 """Names of a run's checkpoints.
 
-checkpoints/step-00000040/   manifest.json dcp/ rank/ trainer.json assets/
+checkpoints/step-00000040/   manifest.json tensors/ rank/ trainer.json assets/
 checkpoints/.staging-...     being written; .quarantine-... damaged; .trash-... being deleted; .later-... left behind
                              by a run that went back to an earlier step
 checkpoints/pins.json        steps the user keeps
@@ -15,9 +15,7 @@ from collections.abc import Mapping
 _AXIS = re.compile(r"^\w+$", flags=re.ASCII)
 STEP = re.compile(r"^step-(\d{8,})$")
 FOLDER = "checkpoints"
-DCP, RANK, ASSETS = "dcp", "rank", "assets"
-METADATA = ".metadata"
-"""File that lists the contents of a DCP directory; torch gives it this name."""
+TENSORS, RANK, ASSETS = "tensors", "rank", "assets"
 TRAINER, PINS, LEASE = "trainer.json", "pins.json", ".lease.json"
 STAGING, QUARANTINE, TRASH, REHEARSAL = ".staging-", ".quarantine-", ".trash-", ".rehearsal-"
 LATER = ".later-"

@@ -54,6 +54,15 @@ def new_memory(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return tensor
 
 
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, which the caller keeps alive; writes change the tensor."""
+    # Memory that `Tensor.numpy` has shown once can never be given away again, as parallel/host_memory.py does.
+    assert tensor.is_contiguous()
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 @contextmanager
 def memory_for(path: str, size: int | None = None) -> Iterator[None]:
     """Raise CheckpointUnreadable where memory runs out; arguments as `no_memory_for`."""

@@ -1,8 +1,8 @@
 """Rehearse a checkpoint before the first step: save, verify and load once, with the real mesh, files and names.
 
 The optimizer has no state before its first step, and a step to create it would change training. The rehearsal instead
-saves the state that the optimizer will have, filled with zeros, reads it back into memory that was filled with NaN, and
-compares hashes. Model, optimizer, gradients and random generators are not changed.
+saves the state that the optimizer will have, filled with zeros, reads every chunk back, and compares its hash with that
+of the live tensor; no copy is kept. Model, optimizer, gradients and random generators are not changed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from holdfast.checkpoint.format.snapshot import (
     take,
     with_companions,
 )
-from holdfast.checkpoint.loading.reader import check_read_back, verified_manifest
-from holdfast.checkpoint.place.layout import DCP, REHEARSAL, fresh
+from holdfast.checkpoint.format.verification import named_manifest
+from holdfast.checkpoint.loading.chunk_reader import check_read_back
+from holdfast.checkpoint.place.layout import REHEARSAL, TENSORS, fresh
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.checkpoint.saving.writer import commit
 from holdfast.errors import UserError
@@ -162,7 +163,7 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
         with ranks.together():
             if ranks.rank == 0:
                 if storage.renames:
-                    _remove(storage, f"{name}/{DCP}")  # its room is that of a checkpoint to come
+                    _remove(storage, f"{name}/{TENSORS}")  # its room is that of a checkpoint to come
                 _check_space(storage, name, report.bytes_, counts)
                 _remove(storage, name)
     except CheckpointError as error:
@@ -225,8 +226,7 @@ def _round_trip(
     began = time.perf_counter()
     manifest = commit(snapshot, storage, About(run_id="rehearsal", step=0), ranks, name=name)
     saved = time.perf_counter()
-    verified_manifest(storage, name, ranks)
-    check_read_back(storage, name, manifest, snapshot, ranks)
+    check_read_back(storage, name, named_manifest(storage, name, ranks), snapshot.tensors, ranks)
     loaded = time.perf_counter()
     times = ranks.agree((saved - began, loaded - saved))
     return RehearsalReport(manifest.bytes_, copying[0], times[0], times[1], outline(snapshot), copying[1])

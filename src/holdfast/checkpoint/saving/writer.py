@@ -1,8 +1,8 @@
 """Commit a checkpoint atomically: stage, hash, flush, write the manifest, rename.
 
     1  ranks agree on what is saved; rank 0 checks space and creates a staging directory with a new name
-    2  every rank writes its shards (plain DCP) and its own state: hashed while written, flushed, fsynced
-    3  rank 0 reads DCP's metadata back, checks that chunks tile every tensor, writes the manifest
+    2  every rank writes its shards (safetensors) and its own state: hashed while written, flushed, fsynced
+    3  rank 0 compares sizes of files, checks that chunks tile every tensor, writes the manifest
     4  directories are fsynced, the staging directory is renamed, its parent is fsynced
     5  all ranks learn the outcome
 
@@ -18,39 +18,29 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
-from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from holdfast import patience
 from holdfast.checkpoint.errors import CheckpointCorrupt, PlaceLost, SaveFailed
-from holdfast.checkpoint.format.dcp import (
-    Writer,
-    one_process_is_meant,
-    read_dcp_metadata,
-    without_chunks,
-    without_crc32,
-)
 from holdfast.checkpoint.format.manifest import (
     NAME,
     About,
     Chunk,
     FileEntry,
     Manifest,
-    NewerFormat,
+    OtherFormat,
     TensorEntry,
     parse,
 )
-from holdfast.checkpoint.format.snapshot import Snapshot, SnapshotDescription, describe_snapshot
-from holdfast.checkpoint.place.layout import ASSETS, DCP, METADATA, RANK, STAGING, TRAINER, fresh, step_name
+from holdfast.checkpoint.format.shards import check_layout, gap
+from holdfast.checkpoint.format.snapshot import Snapshot
+from holdfast.checkpoint.place.layout import ASSETS, RANK, STAGING, TENSORS, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.checkpoint.saving.agreement import agree_on_save, described_optimizers, reason_of, together_in_phase
-from holdfast.checkpoint.saving.reading_planner import ReadingPlanner
+from holdfast.checkpoint.saving.agreement import agree_on_save, described_optimizers, together_in_phase
+from holdfast.checkpoint.saving.shard_writer import WrittenShard, write_shards
 from holdfast.errors import HoldfastError
 from holdfast.files import size_words
 from holdfast.parallel.collectives import RankGroup
@@ -62,7 +52,7 @@ def assembled(
     about: About,
     storage: Storage,
     staging: str,
-    everything: list[tuple[dict[str, FileEntry], SnapshotDescription]],
+    everything: list[WrittenShard],
     seconds: float,
 ) -> Manifest:
     """Return the manifest of a checkpoint whose files are in the staging directory, after checking them.
@@ -72,17 +62,20 @@ def assembled(
         about: Fields of the manifest besides files and tensors.
         storage: The directory of checkpoints.
         staging: Name of the staging directory.
-        everything: For each rank, the files that it wrote and the description of its tensors.
+        everything: For each rank, the files that it wrote and the chunks that it holds.
         seconds: Duration of the save so far.
 
     Raises:
-        SaveFailed: A file has another size than was written, DCP stored other tensors, ranks hold different copies of
-            one chunk, or chunks do not cover a tensor.
+        SaveFailed: A file has another size than was written, ranks hold different copies of one chunk, or chunks do not
+            cover a tensor.
     """
-    files = {name: entry for theirs, _ in everything for name, entry in theirs.items()}
-    tensors = _merged([described.tensors for _, described in everything])
-    _refuse_unwritten(storage, staging, files, tensors)
-    return Manifest(
+    files = {name: entry for written in everything for name, entry in written.files.items()}
+    tensors = _merged([written.tensors for written in everything])
+    for name, entry in files.items():
+        size = storage.size(f"{staging}/{name}")
+        if size != entry.size:  # a quota or a network file system may cut a file short without an error
+            raise SaveFailed(f"{name} has {size} bytes after it was closed, {entry.size} were written.")
+    manifest = Manifest(
         run_id=about.run_id,
         step=about.step,
         contents=snapshot.contents,
@@ -95,28 +88,13 @@ def assembled(
         metrics=dict(about.metrics),
         parent=about.parent,
         parent_step=about.parent_step,
-        finite=all(described.finite for _, described in everything),
+        finite=all(written.finite for written in everything),
         deviations=about.deviations,
         fingerprints=dict(about.fingerprints),
         seconds=round(seconds, 3),
     )
-
-
-def _refuse_unwritten(
-    storage: Storage, staging: str, files: dict[str, FileEntry], tensors: dict[str, TensorEntry]
-) -> None:
-    for name, entry in files.items():
-        size = storage.size(f"{staging}/{name}")
-        if size != entry.size:  # a quota or a network file system may cut a file short without an error
-            raise SaveFailed(f"{name} has {size} bytes after it was closed, {entry.size} were written.")
-    metadata = read_dcp_metadata(storage.read(f"{staging}/{DCP}/{METADATA}"), f"{DCP}/{METADATA}")
-    listed = {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
-    if listed != {name: entry.shape for name, entry in tensors.items()}:
-        missing = sorted(set(tensors) ^ set(listed))
-        raise SaveFailed(f"DCP wrote other tensors than it was given: {missing[:3]}.")
-    partly = without_chunks(metadata, tensors)
-    if partly:
-        raise SaveFailed(f"DCP did not store every part of {partly[0]}.")
+    check_layout(manifest)
+    return manifest
 
 
 def _merged(by_rank: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
@@ -137,17 +115,11 @@ def _merged(by_rank: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
                         "would be lost; per-rank state belongs into rank_state."
                     )
         ordered = tuple(sorted(chunks.values(), key=lambda chunk: chunk.offsets))
-        _refuse_gaps(name, first.shape, ordered)
+        wrong = gap(first.shape, ordered)
+        if wrong is not None:
+            raise SaveFailed(f"the shards of {name} do not make it: {wrong}.")
         merged[name] = TensorEntry(first.shape, first.dtype, ordered, first.requires_grad)
     return merged
-
-
-def _refuse_gaps(name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
-    covered = sum(prod(chunk.sizes) for chunk in chunks)
-    rows = [(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in chunks if chunk.sizes]
-    overlap = any(start < end for (_, end), (start, _) in pairwise(rows))
-    if covered != prod(shape) or overlap:
-        raise SaveFailed(f"the shards of {name} hold {covered} elements of {prod(shape)}.")
 
 
 def refuse_full_disk(snapshot: Snapshot, path: str, free: int | None, ranks: RankGroup) -> None:
@@ -226,24 +198,21 @@ def commit(  # noqa: PLR0913 - what is committed, where, and who takes part
                 _prepare(storage, staging, final)
         refuse_full_disk(snapshot, storage.root, _free_bytes(storage, ranks), ranks)
         reached("shards")
-        planner = ReadingPlanner(snapshot) if snapshot.readers else None
-        files, seconds = _write_shards(snapshot, storage, staging, ranks, planner)
+        shard = write_shards(snapshot, storage, staging, ranks)
         reached("rank state")
         with together_in_phase(ranks, "rank state"):
             began = time.monotonic()
-            files |= _write_small(snapshot, storage, f"{staging}/", own_file, first=ranks.rank == 0)
-            seconds += time.monotonic() - began
+            shard.files.update(_write_small(snapshot, storage, f"{staging}/", own_file, first=ranks.rank == 0))
+            seconds = shard.seconds + time.monotonic() - began
         reached("collect")
-        with together_in_phase(ranks, "collect"):
-            described = describe_snapshot(snapshot) if planner is None else planner.described
-        everything = ranks.gather((files, described))
+        everything = ranks.gather(shard)
         _tell_of_straggler(ranks.gather(seconds), notify)
         manifest: Manifest | None = None
         with together_in_phase(ranks, "manifest"):
             if ranks.rank == 0:
                 manifest = assembled(snapshot, about, storage, staging, everything, time.monotonic() - started)
                 _publish(storage, staging, final, manifest, reached)
-    # BaseException: DCP's CheckpointException derives from it, and Ctrl-C must not leave a staging directory behind.
+    # BaseException: Ctrl-C must not leave a staging directory behind.
     except BaseException as error:
         _take_back(storage, staging, error, first=ranks.rank == 0)
         raise
@@ -264,7 +233,7 @@ def _take_back(storage: Storage, staging: str, error: BaseException, *, first: b
     # what it does not list is removed. Otherwise the first rank may be about to put one while others lose touch; and
     # where another job has taken over, the names are its own.
     agreed = first or isinstance(error, HoldfastError)
-    with suppress(OSError, CheckpointCorrupt, NewerFormat):  # a silent store must not hide what all ranks agreed on
+    with suppress(OSError, CheckpointCorrupt, OtherFormat):  # a silent store must not hide what all ranks agreed on
         if agreed and storage.exists(f"{staging}/{NAME}"):
             storage.undo(staging, keep={NAME, *parse(storage.read(f"{staging}/{NAME}"), staging).files})
         elif agreed and not isinstance(error, PlaceLost):
@@ -278,7 +247,7 @@ def _prepare(storage: Storage, staging: str, final: str) -> None:
         raise FileExistsError(17, "a checkpoint is never overwritten", final)
     for file in leftovers:
         storage.remove(f"{final}/{file}")  # what a save that was killed left under this name, ours alone by a lease
-    for folder in ("", f"/{DCP}", f"/{RANK}", f"/{ASSETS}"):
+    for folder in ("", f"/{TENSORS}", f"/{RANK}", f"/{ASSETS}"):
         storage.make(f"{staging}{folder}")
 
 
@@ -288,20 +257,6 @@ def _free_bytes(storage: Storage, ranks: RankGroup) -> int | None:
         if ranks.rank == 0:
             free_bytes = storage.free_bytes()
     return ranks.agree(free_bytes)
-
-
-class _TimedWriter(Writer):
-    """A DCP writer that measures the time of this rank's writes, without the time it waits for other ranks."""
-
-    seconds = 0.0
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write, and note the time."""
-        began = time.monotonic()
-        try:
-            return super().write_data(plan, planner)
-        finally:
-            self.seconds += time.monotonic() - began
 
 
 def _tell_of_straggler(seconds: list[float], notify: Callable[[str], None]) -> None:
@@ -314,31 +269,6 @@ def _tell_of_straggler(seconds: list[float], notify: Callable[[str], None]) -> N
             f"rank {slowest} took {seconds[slowest]:.1f} s to write its part of a checkpoint, the others "
             f"{other_seconds[len(other_seconds) // 2]:.1f} s; look at its disk, its network and its neighbours."
         )
-
-
-def _write_shards(
-    snapshot: Snapshot, storage: Storage, staging: str, ranks: RankGroup, planner: ReadingPlanner | None
-) -> tuple[dict[str, FileEntry], float]:
-    writer = _TimedWriter(storage, f"{staging}/{DCP}")
-    if planner is not None:
-        writer.per_thread_copy_ahead = 0  # where there is a GPU, DCP would ask for tensors before it wrote earlier ones
-    if ranks.size == 1:
-        one_process_is_meant()
-    try:
-        with without_crc32():
-            dcp_save(
-                dict(snapshot.tensors),
-                storage_writer=writer,
-                planner=planner,
-                process_group=ranks.group,
-                no_dist=ranks.size == 1,
-            )
-    except CheckpointException as error:  # torch raises it on every rank, with the causes by rank
-        rank, (cause, _) = next(iter(error.failures.items()))
-        if isinstance(cause, CheckpointCorrupt):  # what is saved is read from another checkpoint, which says it itself
-            raise cause from error
-        raise SaveFailed(f"rank {rank} could not save in phase 'shards': {reason_of(cause)}.") from error
-    return writer.written(staging), writer.seconds
 
 
 def _write_small(
@@ -369,7 +299,7 @@ def _publish(storage: Storage, staging: str, final: str, manifest: Manifest, rea
         reached("sync")
         # An fsync of a file makes its bytes durable, not its name: the entry is in the directory, which needs an fsync
         # too.
-        for folder in (DCP, RANK, ASSETS, ""):
+        for folder in (TENSORS, RANK, ASSETS, ""):
             storage.sync(os.path.join(staging, folder) if folder else staging)  # noqa: PTH118 - storage paths are text
         reached("publish")
         storage.publish(staging, final)

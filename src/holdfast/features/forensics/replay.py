@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from holdfast.checkpoint.format.verification import named_manifest
 from holdfast.checkpoint.keep.choose import ResumeChoice
-from holdfast.checkpoint.loading.reader import named_manifest
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.sections.engine import LocalEngineConfig

@@ -1,4 +1,4 @@
-"""`holdfast checkpoint check | import` and `config import`: other systems' checkpoints and files."""
+"""`holdfast checkpoint check | import | convert` and `config import`: other systems' checkpoints and files."""
 
 # As cli/main.py, without `from __future__ import annotations`.
 from enum import StrEnum
@@ -111,6 +111,24 @@ def import_checkpoint(  # noqa: PLR0913 - a command's options
         assert run is not None
         report = import_checked(directory, run, ImportOptions(data_from_start, step, trust_rank_order))
     for line in report:
+        typer.echo(line)
+
+
+def convert(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A run, its folder of checkpoints, or one checkpoint.",
+            show_default=False,
+            callback=takes(PathKind.CHECKPOINT, PathKind.RUN, PathKind.CHECKPOINTS),
+        ),
+    ],
+) -> None:
+    """Rewrite checkpoints of format 2 in the present format; every number is compared on the way, and stays."""
+    from holdfast.features.rescue.converting import convert as convert_checkpoints
+
+    for line in convert_checkpoints(path):
         typer.echo(line)
 
 

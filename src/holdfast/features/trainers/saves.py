@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.loading.reader import verified_manifest
+from holdfast.checkpoint.format.verification import verified_manifest
 from holdfast.checkpoint.place.layout import STAGING, TRASH
 from holdfast.checkpoint.place.storage import exchange, open_storage
 from holdfast.errors import HoldfastError, UserError

@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
+from holdfast.checkpoint.format.verification import named_manifest
 from holdfast.checkpoint.keep.find import one
 from holdfast.checkpoint.keep.retention import put_aside, steps
-from holdfast.checkpoint.loading.reader import named_manifest
 from holdfast.checkpoint.place.layout import LATER, fresh, step_name, step_of
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.errors import ConfigError

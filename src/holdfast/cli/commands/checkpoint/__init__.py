@@ -115,14 +115,13 @@ def diff(
     everything: Annotated[bool, typer.Option("--all", help="Every difference, not only the first.")] = False,
 ) -> None:
     """Print the first tensor or state in which two checkpoints differ; exit 1 if there is one."""
-    from holdfast.checkpoint.format.chunks import verified_metadata
-    from holdfast.checkpoint.format.verification import verify_checkpoint
+    from holdfast.checkpoint.format.verification import check_headers, verify_checkpoint
     from holdfast.checkpoint.inspect.compare import differences
     from holdfast.checkpoint.keep import find
 
     difference_count, both = 0, (find.one(first), find.one(second))
     for checkpoint in both:
-        verified_metadata(checkpoint.storage, checkpoint.name, checkpoint.manifest)
+        check_headers(checkpoint.storage, checkpoint.name, checkpoint.manifest)
     for line in differences(*both):
         typer.echo(line)
         difference_count += 1

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
-from holdfast.checkpoint.format.chunks import verified_metadata
-from holdfast.checkpoint.format.manifest import Manifest, NewerFormat
-from holdfast.checkpoint.format.verification import Level, check_names, read_manifest, verify_checkpoint
+from holdfast.checkpoint.format.manifest import Manifest, OtherFormat
+from holdfast.checkpoint.format.verification import Level, check_headers, check_names, read_manifest, verify_checkpoint
 from holdfast.checkpoint.keep import find
 from holdfast.checkpoint.keep.retention import (
     BestRule,
@@ -45,7 +44,7 @@ def listing(path: str, metrics: Sequence[str]) -> Iterator[str]:
         try:
             manifest = read_manifest(storage, name)
             check_names(storage, name, manifest)
-        except NewerFormat as error:
+        except OtherFormat as error:
             yield f"{name}  unknown: {error}"
             continue
         except (CheckpointError, NoCheckpoint) as error:
@@ -94,14 +93,12 @@ def description(path: str) -> Iterator[str]:
     """Yield what a checkpoint says of itself.
 
     Raises:
-        CheckpointCorrupt: The file that says where its tensors are is damaged or hostile.
+        CheckpointCorrupt: A file of tensors does not hold the tensors that the manifest lists.
     """
 
     checkpoint = find.one(path)
     manifest = checkpoint.manifest
-    verified_metadata(
-        checkpoint.storage, checkpoint.name, manifest
-    )  # what is said of tensors holds for what lies there
+    check_headers(checkpoint.storage, checkpoint.name, manifest)  # the files hold what the manifest says of tensors
     yield f"checkpoint {checkpoint.path}"
     yield f"run {manifest.run_id}, step {manifest.step}, hash {manifest.hash}"
     if manifest.parent_step is not None:
@@ -149,7 +146,7 @@ def verification(path: str, level: Level) -> tuple[list[str], bool]:
     try:
         storage = _folder(path)
         names = list(steps(storage).values())
-    except (NoCheckpoint, CheckpointError, NewerFormat):
+    except (NoCheckpoint, CheckpointError, OtherFormat):
         storage, names = _single(path)
         of_run = False
     lines = [] if names else [f"damaged and put aside: {storage.root}/{name}" for name in _put_aside(storage)]
@@ -157,7 +154,7 @@ def verification(path: str, level: Level) -> tuple[list[str], bool]:
     for name in names:
         try:
             manifest = verify_checkpoint(storage, name, level)
-        except NewerFormat as error:
+        except OtherFormat as error:
             if not of_run:
                 raise
             lines.append(f"unknown: {error}")

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.snapshot import RandomState, staged
+from holdfast.checkpoint.format.snapshot import RandomState, like, staged
 from holdfast.checkpoint.loading.live import LiveState, plan_load, set_live, states_read
 from holdfast.checkpoint.loading.matching import Declared
 from holdfast.config.quiet import broken
@@ -49,7 +49,7 @@ from holdfast.models.setup.model import blueprint
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World, forget_meshes
-from holdfast.parallel.shards import sharded_parameters
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.rollout.local.recurrent import why_not_in_process
 from holdfast.training.phases import PhaseClock
 from holdfast.training.run import Logbook, Setting, Trained
@@ -273,7 +273,10 @@ def _load(ledger: Ledger, step: PlannedStep, manifest: Manifest) -> None:
     live = LiveState(trained.model, parameters, trained.optimizer, averages, companions)
     plans = plan_load(live, manifest, Declared(), "live", "a planned checkpoint")
     with ledger.scope(CHECKPOINT):
-        read = {key: target.staging() for key, target in plans.targets.items()}
+        read = {
+            key: like(target.live, torch.empty(local_part(target.live).shape, dtype=target.dtype))
+            for key, target in plans.targets.items()
+        }
     with ledger.scope(OPTIMIZER):
         set_live(live, plans, read, states_read(live, plans, manifest, read))
 

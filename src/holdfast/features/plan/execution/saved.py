@@ -102,7 +102,7 @@ def _chunks(tensor: Tensor) -> int:
 
 
 def learned_states(config: TrainingConfig, policy: PolicyModel) -> dict[str, Tensor] | None:
-    """Return what a checkpoint holds of the optimizer of a model that has no memory, whole, under DCP names.
+    """Return what a checkpoint holds of the optimizer of a model that has no memory, whole, under their stored names.
 
     The optimizer makes a step on tensors without numbers. None of one of the user's, whose step may look at them.
     """
@@ -123,7 +123,7 @@ def learned_states(config: TrainingConfig, policy: PolicyModel) -> dict[str, Ten
 
 
 def saved_weights(config: TrainingConfig, policy: PolicyModel) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of a model that has no memory, and of its averages, under DCP names."""
+    """Return what a checkpoint holds of a model that has no memory, and of its averages, under their stored names."""
     averages = averages_of(config.optim, sharded_parameters(policy))
     holdings = hold(policy, frozen=config.checkpoint.frozen != "skip", averages=averages.tensors if averages else {})
     return tensors_of(holdings)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.format.modest_pickles import is_modest
-from holdfast.checkpoint.place.layout import METADATA
+from holdfast.features.rescue.reading.modest_pickles import is_modest
 from holdfast.features.rescue.reading.parts import opened_file
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
@@ -21,6 +20,8 @@ from holdfast.files import REGULAR, file_kind, read_bytes
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+METADATA = ".metadata"
+"""The list of contents; torch gives it this name."""
 _MOST_METADATA = 2**30
 
 
@@ -33,7 +34,9 @@ class DcpDirectory:
         Raises:
             DamagedFile: There is no list, or it is damaged.
         """
-        from holdfast.checkpoint.format.dcp import read_dcp_metadata  # imports what other formats do without
+        from holdfast.features.rescue.reading.dcp_metadata import (
+            read_dcp_metadata,
+        )  # imports what other formats do without
 
         self.folder, self._checkpoint = folder, checkpoint
         path = folder / METADATA
@@ -46,7 +49,7 @@ class DcpDirectory:
                 raise DamagedFile(f"{METADATA} is empty")
             if not is_modest(data):
                 raise DamagedFile(f"{METADATA} cannot be read: it asks for more memory or time than goes with its size")
-            self._metadata: Metadata = read_dcp_metadata(data, str(path), foreign=True)
+            self._metadata: Metadata = read_dcp_metadata(data, str(path))
         except FileNotFoundError:
             raise DamagedFile(
                 f"lacks {METADATA}, which the first rank writes when all others have written: the save never ended"

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.format.modest_pickles import is_modest
 from holdfast.checkpoint.place.memory import no_memory_for
+from holdfast.features.rescue.reading.modest_pickles import is_modest
 from holdfast.features.rescue.reading.record import DamagedFile
 from holdfast.parallel.failure.classify import is_out_of_memory
 

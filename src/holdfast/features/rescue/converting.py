@@ -1,0 +1,184 @@
+"""Rewrites checkpoints of format 2, whose tensors are in a torch distributed checkpoint (DCP), in the present format.
+
+Format 2 kept tensors in dcp/, each chunk as torch.save writes it, and their places in a pickle. Every chunk is compared
+with its hash before it is written again; what is written is verified before it takes the checkpoint's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.calls import place_of
+from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.format.manifest import FORMAT, NAME, FileEntry, Manifest, OtherFormat, parse, parse_as
+from holdfast.checkpoint.format.shards import hashes_of, layouts_of, shard_file
+from holdfast.checkpoint.format.verification import check_listed, damage, damaged_files, verify_checkpoint
+from holdfast.checkpoint.keep.find import folder_of
+from holdfast.checkpoint.keep.retention import steps
+from holdfast.checkpoint.place.hashing import hash_tensor
+from holdfast.checkpoint.place.layout import ASSETS, RANK, STAGING, TENSORS, fresh
+from holdfast.checkpoint.place.lease import Lease
+from holdfast.checkpoint.place.memory import memory_of
+from holdfast.checkpoint.place.storage import LocalStorage, exchange
+from holdfast.errors import UserError
+from holdfast.features.rescue.reading.dcp_directory import DcpDirectory
+from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, TensorPiece
+from holdfast.files import parse_json
+
+EARLIER = 2
+"""The format that is read here."""
+_DCP = "dcp"
+
+
+def convert(path: str) -> Iterator[str]:
+    """Rewrite a checkpoint, or every checkpoint of a run, and yield a line about each.
+
+    Args:
+        path: A run, its folder of checkpoints, or one checkpoint, on a disk.
+
+    Raises:
+        NoCheckpoint: No checkpoint is there.
+        DirectoryTaken: A run is using the directory.
+        CheckpointCorrupt: A checkpoint is damaged; it stays as it is.
+        UserError: The path is a URL.
+    """
+    if "://" in path:
+        raise UserError(f"{path} is in an object store. Copy it to a disk, convert it there, and copy it back.")
+    storage, names = _checkpoints(path)
+    hashes: dict[str, str] = {}
+    with Lease(Path(storage.root)):
+        for name in names:
+            data, full_path = storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}"
+            try:
+                parse(data, f"{full_path}/{NAME}")
+                yield f"{full_path} has format {FORMAT} already"
+            except OtherFormat:
+                earlier = parse_as(EARLIER, data, f"{full_path}/{NAME}", _with_files)
+                parent = hashes.get(earlier.parent or "", earlier.parent)
+                manifest = _converted(storage, name, replace(earlier, parent=parent))
+                hashes[parse_json(data)["xxh3_128"]] = manifest.hash
+                counts = f"{len(manifest.tensors)} tensors, {len(manifest.files)} files"
+                yield f"{full_path} has format {FORMAT} now: {counts}"
+
+
+def _checkpoints(path: str) -> tuple[LocalStorage, list[str]]:
+    """Return the directory of checkpoints, and the names of those that a path means."""
+    single, name = place_of(str(Path(path).absolute()))
+    if single.exists(f"{name}/{NAME}"):
+        return LocalStorage(Path(single.root)), [name]
+    storage = folder_of(path)
+    return LocalStorage(Path(storage.root)), list(steps(storage).values())
+
+
+def _with_files(body: Any) -> Any:
+    """Return a manifest of format 2 with an empty name of a file in each chunk, which format 2 did not state."""
+    tensors = {
+        key: {**entry, "chunks": [{**chunk, "file": ""} for chunk in entry["chunks"]]}
+        for key, entry in body["tensors"].items()
+    }
+    return {**body, "tensors": tensors}
+
+
+def _converted(storage: LocalStorage, name: str, earlier: Manifest) -> Manifest:
+    """Write a checkpoint anew beside its place, verify it, and exchange both; return its manifest.
+
+    Raises:
+        CheckpointCorrupt: It is damaged; nothing was changed.
+    """
+    full_path = f"{storage.root}/{name}"
+    check_listed(storage, name, earlier)
+    damaged = damaged_files(storage, name, earlier, sorted(earlier.files))
+    if damaged:
+        raise CheckpointCorrupt(damage(full_path, damaged, []))
+    staging = fresh(STAGING, name)
+    try:
+        try:
+            manifest = _write(storage, name, staging, earlier)
+        except DamagedFile as error:
+            raise CheckpointCorrupt(f"{full_path}/{_DCP} {error}.") from error
+        verify_checkpoint(storage, staging)
+        for folder in (TENSORS, RANK, ASSETS, ""):
+            storage.sync(f"{staging}/{folder}" if folder else staging)
+        _take_place(storage, staging, name)
+    finally:
+        storage.remove(staging)
+    return manifest
+
+
+def _write(storage: LocalStorage, name: str, staging: str, earlier: Manifest) -> Manifest:
+    """Write the files of a checkpoint in the present format.
+
+    Raises:
+        DamagedFile: A chunk is missing, or is not what was saved.
+    """
+    for folder in ("", f"/{TENSORS}", f"/{RANK}", f"/{ASSETS}"):
+        storage.make(f"{staging}{folder}")
+    pieces = _pieces(storage.path(f"{name}/{_DCP}"), earlier)
+    numbers = {file: number for number, file in enumerate(sorted({piece.file for piece in pieces.values()}))}
+    tensors = {}
+    for key, entry in earlier.tensors.items():
+        placed = [(chunk, pieces.get((key, chunk.offsets))) for chunk in entry.chunks]
+        chunks = (replace(chunk, file=shard_file(numbers[piece.file] if piece else 0)) for chunk, piece in placed)
+        tensors[key] = replace(entry, chunks=tuple(chunks))
+    files = {}
+    for file in (file for file in earlier.files if not file.startswith(f"{_DCP}/")):
+        with storage.create(f"{staging}/{file}") as written:
+            written.write(storage.read(f"{name}/{file}"))
+        files[file] = FileEntry(written.bytes_written, written.hexdigest())
+    to_write = {shard_file(number): FileEntry(0, "") for number in numbers.values()}
+    manifest = replace(earlier, tensors=tensors, files=files | to_write, format=FORMAT)
+    hashes = hashes_of(manifest)
+    for file, layout in layouts_of(manifest).items():
+        with storage.create(f"{staging}/{file}") as written:
+            written.write(layout.header)
+            for stored in layout.chunks:
+                key, offsets = stored.piece.key, stored.piece.offsets
+                if not stored.piece.bytes_:
+                    continue
+                tensor = pieces[key, offsets].read()
+                if hash_tensor(tensor) != hashes[file, key]:
+                    raise DamagedFile(f"holds other bytes of {key} than were saved")
+                written.write(memory_of(tensor))
+        files[file] = FileEntry(written.bytes_written, written.hexdigest())
+    manifest = replace(manifest, files=files)
+    with storage.create(f"{staging}/{NAME}") as written:
+        written.write(manifest.to_json())
+    return manifest
+
+
+def _pieces(folder: Path, earlier: Manifest) -> dict[tuple[str, tuple[int, ...]], TensorPiece]:
+    """Return the chunks in DCP's files, by tensor and offsets.
+
+    Raises:
+        DamagedFile: They are not those of the manifest.
+    """
+    checkpoint = ForeignCheckpoint("Holdfast", f"format {EARLIER}", folder)
+    directory = DcpDirectory(folder, checkpoint)
+    for finding in checkpoint.of_kind("damage"):
+        raise DamagedFile(f"is damaged: {finding.text}")
+    if set(directory) != set(earlier.tensors):
+        raise DamagedFile(f"holds other tensors than the manifest: {sorted(set(directory) ^ set(earlier.tensors))[:3]}")
+    pieces: dict[tuple[str, tuple[int, ...]], TensorPiece] = {}
+    for key, entry in earlier.tensors.items():
+        stored = {piece.offsets: piece for piece in directory.tensor(key).pieces if 0 not in piece.sizes}
+        if {(offsets, piece.sizes) for offsets, piece in stored.items()} != {
+            (chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes
+        }:
+            raise DamagedFile(f"holds other chunks of {key} than the manifest lists")
+        pieces |= {(key, offsets): piece for offsets, piece in stored.items()}
+    return pieces
+
+
+def _take_place(storage: LocalStorage, staging: str, name: str) -> None:
+    """Put a written checkpoint in the place of the one that it was written from, which has the name `staging` then."""
+    if not exchange(storage.path(staging), storage.path(name)):
+        # Between the two renames a crash leaves the earlier one under a name that no start removes.
+        aside = f"{name}.format-{EARLIER}"
+        storage.rename(name, aside)
+        storage.rename(staging, name)
+        storage.sync("")
+        storage.rename(aside, staging)
+    storage.sync("")
