@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from pydantic import ConfigDict
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.loading.companions import AheadOfStep, Companion
+from holdfast.checkpoint.loading.parts import Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
 from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig
@@ -255,6 +255,22 @@ class Evaluation:
     sharded: ShardedModel
     objective: Objective
     sets: Sequence[EvaluationSet] = ()
+
+
+class AheadOfStep(Protocol):
+    """Results for the next step that a run has computed ahead, such as rollouts; a checkpoint stores them as JSON."""
+
+    def finished(self) -> Callable[[], list[dict[str, Any]]]:
+        """Return a function that yields this rank's results; it may be called later, from any thread."""
+
+    def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError where the results of a checkpoint are not what `finished` yields."""
+
+    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the results of all ranks from a checkpoint."""
+
+    def largest(self) -> list[dict[str, Any]]:
+        """Return results of the largest size that a checkpoint may hold, of all ranks, for the rehearsal."""
 
 
 @dataclass(kw_only=True)

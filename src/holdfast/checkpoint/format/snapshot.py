@@ -49,7 +49,7 @@ class Snapshot:
     """Further files by name, of which rank 0's are written."""
     contents: tuple[str, ...] = ("model",)
     companions: Mapping[str, OptimizerState] = field(default_factory=dict)
-    """Optimizer states of companions by name; their tensors are in `tensors` (`checkpoint/loading/companions.py`)."""
+    """Optimizer states of companions by name; their tensors are in `tensors` (`checkpoint/loading/parts.py`)."""
     coordinate: Mapping[str, int] = field(default_factory=dict)
     """This rank's mesh coordinate by axis; empty without a mesh."""
     readers: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from holdfast.checkpoint.format.manifest import Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import OPTIM
 from holdfast.checkpoint.format.verification import verified_bytes
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
-from holdfast.checkpoint.loading.companions import COMPANIONS
+from holdfast.checkpoint.loading.parts import COMPANIONS
 from holdfast.checkpoint.loading.wrapped_state import records
 from holdfast.checkpoint.place.hashing import combined, hash_bytes, hash_tensor
 from holdfast.checkpoint.place.layout import RANK, TRAINER

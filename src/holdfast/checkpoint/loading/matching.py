@@ -7,9 +7,9 @@ declared by a pattern of names, and is recorded.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ from holdfast.checkpoint.format.unsupported_tensors import refuse_odd
 from holdfast.optim.state import (
     GroupState,
     groups_of,
-    hyperparameter_changes,
-    matched_hyperparameters,
     names_of,
     qualified_name,
 )
@@ -66,28 +64,44 @@ class Target(NamedTuple):
         return stored
 
 
-@dataclass
-class LoadPlan:
-    """The tensors to read, and the deviations that were found."""
+@dataclass(frozen=True)
+class Match:
+    """The tensors to read for some names, and the differences between checkpoint and live state in them."""
 
-    targets: dict[str, Target] = field(default_factory=dict)
+    targets: Mapping[str, Target] = field(default_factory=dict)
     """Tensors to read, by their stored names."""
-    deviations: list[str] = field(default_factory=list)
+    deviations: tuple[str, ...] = ()
     """Sentences about deviations that were declared."""
+    refused: tuple[str, ...] = ()
+    """Sentences about deviations that were not declared."""
     unsaved: int = 0
     """Number of frozen tensors that the checkpoint does not hold."""
-    refused: list[str] = field(default_factory=list)
-    """Sentences about deviations that were not declared."""
-    hyperparameters: list[dict[str, Any]] | None = None
-    """Values that each param group takes from the checkpoint; None: none."""
-    changes: list[str] = field(default_factory=list)
-    """Sentences about hyper-parameters that differ."""
 
 
-def plan_model(
-    plan: LoadPlan, model: nn.Module, parameters: Mapping[str, nn.Parameter], manifest: Manifest, declared: Declared
-) -> None:
-    """Add the model's tensors to the plan, and note deviations."""
+def merged(matches: Iterable[Match]) -> Match:
+    """Return one match of many, in order."""
+    targets: dict[str, Target] = {}
+    deviations, refused = list[str](), list[str]()
+    unsaved = 0
+    for match in matches:
+        targets |= match.targets
+        deviations += match.deviations
+        refused += match.refused
+        unsaved += match.unsaved
+    return Match(targets, tuple(deviations), tuple(refused), unsaved)
+
+
+def allowed(patterns: Sequence[str], name: str, difference: str, flag: str) -> Match:
+    """Return a deviation: declared if a pattern matches the name, else refused."""
+    if any(re.search(pattern, name) for pattern in patterns):
+        return Match(deviations=(f"{difference} ({flag})",))
+    return Match(refused=(f"{difference} (allow it with {flag})",))
+
+
+def match_model(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], manifest: Manifest, declared: Declared
+) -> Iterator[Match]:
+    """Yield the matches of a model's parameters and buffers."""
     stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith(MODEL)}
     live = model_tensors(model)
     refuse_odd(live)
@@ -95,43 +109,40 @@ def plan_model(
     for key in sorted({*stored, *live}):
         name = key.removeprefix(MODEL)
         if key not in stored:
-            _plan_missing(plan, name, parameters.get(name), partial, declared)
+            yield _missing(name, parameters.get(name), partial, declared)
         elif key not in live:
-            allow(plan, declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
+            yield allowed(declared.drop, name, f"{name} is in the checkpoint and not in the model", "resume.drop")
         elif tuple(live[key].shape) != stored[key].shape:
-            plan.refused.append(f"{name} is {list(stored[key].shape)} there and {list(live[key].shape)} here")
+            yield Match(refused=(f"{name} is {list(stored[key].shape)} there and {list(live[key].shape)} here",))
         else:
-            _plan_tensor(plan, key, live[key], stored[key], declared)
+            yield from _match_tensor(key, live[key], stored[key], declared)
             trained = name in parameters and parameters[name].requires_grad
             if name in parameters and trained != stored[key].requires_grad:
                 patterns, flag = (declared.unfreeze, "unfreeze") if trained else (declared.freeze, "freeze")
                 change = "frozen then and is trained now" if trained else "trained then and is frozen now"
-                allow(plan, patterns, name, f"{name} was {change}", f"resume.{flag}")
+                yield allowed(patterns, name, f"{name} was {change}", f"resume.{flag}")
 
 
-def _plan_missing(plan: LoadPlan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
-    """Plan a tensor that the checkpoint lacks; a frozen one keeps its value if only trained ones were saved."""
+def _missing(name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> Match:
+    """Return the match of a tensor that the checkpoint lacks.
+
+    A frozen one keeps its value if only trained ones were saved.
+    """
     if partial and parameter is not None and not parameter.requires_grad:
-        plan.unsaved += 1
-    else:
-        allow(plan, declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
+        return Match(unsaved=1)
+    return allowed(declared.add, name, f"{name} is in the model and not in the checkpoint", "resume.add")
 
 
-def _plan_tensor(plan: LoadPlan, key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> None:
-    target = plan.targets[key] = Target(live, entry)
-    name = key.removeprefix(MODEL)
+def _match_tensor(key: str, live: Tensor, entry: TensorEntry, declared: Declared) -> Iterator[Match]:
+    target, name = Target(live, entry), key.removeprefix(MODEL)
+    yield Match({key: target})
     if target.dtype != live.dtype:
         here = str(live.dtype).removeprefix("torch.")
-        allow(plan, declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
+        yield allowed(declared.cast, name, f"{name} is {entry.dtype} there and {here} here", "resume.cast")
 
 
-def plan_averages(
-    plan: LoadPlan,
-    averages: Mapping[str, Tensor],
-    manifest: Manifest,
-    declared: Declared,
-) -> None:
-    """Add the averages of weights to the plan, and note deviations that the parameters themselves do not have."""
+def match_averages(averages: Mapping[str, Tensor], manifest: Manifest, declared: Declared) -> Iterator[Match]:
+    """Yield the matches of averages of weights, but for deviations that the parameters themselves have."""
     stored = {key for key in manifest.tensors if key.startswith(AVERAGE)}
     live = {AVERAGE + name: average for name, average in averages.items()}
     if bool(stored) != bool(live):
@@ -140,52 +151,44 @@ def plan_averages(
             if stored
             else ("the checkpoint has no averages of the weights, and this run keeps some", declared.add, "add")
         )
-        allow(plan, patterns, AVERAGE, difference, f"resume.{flag}: ['^ema']")
+        yield allowed(patterns, AVERAGE, difference, f"resume.{flag}: ['^ema']")
         return
     for key in sorted(stored & live.keys()):
         if tuple(live[key].shape) == tuple(manifest.tensors[key].shape):  # another shape is refused with its parameter
-            _plan_tensor(plan, key, live[key], manifest.tensors[key], declared)
+            yield from _match_tensor(key, live[key], manifest.tensors[key], declared)
 
 
-def plan_optimizer(
-    plan: LoadPlan,
-    optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    manifest: Manifest,
-    declared: Declared,
-    *,
-    hyperparameters: bool,
-) -> None:
-    """Add the optimizer's state to the plan, and note deviations.
+def optimizer_misfit(optimizer: Optimizer, manifest: Manifest) -> str | None:
+    """Return why no state of a checkpoint can be an optimizer's; None if some can."""
+    if manifest.optimizer is None:
+        return (
+            "the checkpoint has no optimizer state (it holds "
+            f"{', '.join(manifest.contents)}). To start a new run from its weights, set init_from instead of resuming"
+        )
+    if manifest.optimizer["kind"] != qualified_name(optimizer):
+        return (
+            f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}. Put optim "
+            "back, or start a new run from these weights with another run.name and checkpoint.init_from"
+        )
+    return None
+
+
+def match_optimizer(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], manifest: Manifest, declared: Declared
+) -> Iterator[Match]:
+    """Yield the matches of the state of an optimizer, whose class is the checkpoint's; not of quantised state.
 
     Args:
-        plan: Load plan of the model.
         optimizer: The live optimizer.
         parameters: All parameters of the model by canonical name.
         manifest: Manifest of the checkpoint.
         declared: Allowed deviations.
-        hyperparameters: Whether to take hyper-parameters from the checkpoint too.
     """
-    if manifest.optimizer is None:
-        plan.refused.append(
-            "the checkpoint has no optimizer state (it holds "
-            f"{', '.join(manifest.contents)}). To start a new run from its weights, set init_from instead of resuming"
-        )
-        return
-    if manifest.optimizer["kind"] != qualified_name(optimizer):
-        plan.refused.append(
-            f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}. Put optim "
-            "back, or start a new run from these weights with another run.name and checkpoint.init_from"
-        )
-        return
+    assert manifest.optimizer is not None
     live, saved = groups_of(optimizer, names_of(optimizer, parameters)), saved_groups(manifest)
     updated_names = {name for group in live for name in group.parameters}
     saved_names = {name for group in saved for name in group.parameters}
-    _plan_members(plan, updated_names, saved_names, parameters, manifest, declared)
-    plan.changes = hyperparameter_changes(live, saved)
-    if hyperparameters:
-        plan.hyperparameters, refused = matched_hyperparameters(live, saved)
-        plan.refused += refused
+    yield from _match_members(updated_names, saved_names, parameters, manifest, declared)
     layouts = _StateLayouts(optimizer, parameters)
     wrapped = manifest.optimizer.get("wrapped", {})
     for key, entry in manifest.tensors.items():
@@ -193,8 +196,8 @@ def plan_optimizer(
         if not key.startswith(OPTIM) or name not in updated_names:
             continue  # the parameter's own deviation was declared, or refused above
         if slot.rpartition(BETWEEN)[0] in wrapped.get(name, {}):
-            continue  # a part of a tensor that is planned as a whole
-        plan.targets[key] = Target(layouts.of(key, name, entry), entry)
+            continue  # a part of a tensor that is matched as a whole
+        yield Match({key: Target(layouts.of(key, name, entry), entry)})
 
 
 @dataclass
@@ -228,14 +231,13 @@ def saved_groups(manifest: Manifest) -> tuple[GroupState, ...]:
     )
 
 
-def _plan_members(
-    plan: LoadPlan,
+def _match_members(
     live: set[str],
     saved: set[str],
     parameters: Mapping[str, nn.Parameter],
     manifest: Manifest,
     declared: Declared,
-) -> None:
+) -> Iterator[Match]:
     """Compare which parameters the optimizers update, unless the comparison of models has reported it already."""
     for name in sorted(live ^ saved):
         entry = manifest.tensors.get(MODEL + name)
@@ -243,18 +245,10 @@ def _plan_members(
             continue
         if name in saved:
             difference = f"{name} was updated by the checkpoint's optimizer and is not by this one"
-            allow(plan, declared.freeze, name, difference, "resume.freeze")
+            yield allowed(declared.freeze, name, difference, "resume.freeze")
         else:
             difference = f"{name} is updated by this optimizer and was not by the checkpoint's"
-            allow(plan, declared.unfreeze, name, difference, "resume.unfreeze")
-
-
-def allow(plan: LoadPlan, patterns: Sequence[str], name: str, difference: str, flag: str) -> None:
-    """Record a deviation as declared if a pattern matches the name, else as refused."""
-    if any(re.search(pattern, name) for pattern in patterns):
-        plan.deviations.append(f"{difference} ({flag})")
-    else:
-        plan.refused.append(f"{difference} (allow it with {flag})")
+            yield allowed(declared.unfreeze, name, difference, "resume.unfreeze")
 
 
 def refusal(path: str, refused: Sequence[str]) -> str:

@@ -14,9 +14,9 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import check_random_state, coordinate_of, mesh_of
 from holdfast.checkpoint.format.verification import named_manifest, verified_bytes
 from holdfast.checkpoint.loading.chunk_reader import read_targets
-from holdfast.checkpoint.loading.companions import Companion
-from holdfast.checkpoint.loading.live import LiveState, plan_load, set_live, states_read
 from holdfast.checkpoint.loading.matching import Declared
+from holdfast.checkpoint.loading.parts import Companion, live_parts
+from holdfast.checkpoint.loading.plan import execute, plan_load, states_read
 from holdfast.checkpoint.place.layout import RANK, TRAINER, place_file, rank_file
 from holdfast.checkpoint.place.memory import no_memory_for
 from holdfast.checkpoint.place.storage import Storage
@@ -24,7 +24,6 @@ from holdfast.files import parse_json
 from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import is_out_of_memory
-from holdfast.parallel.shards import sharded_parameters
 
 StateCheck = Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]
 """Called with the shared state and this rank's own state (or None) before anything live is changed; may raise."""
@@ -82,19 +81,21 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
     """
     declared = declared or Declared()
     manifest = manifest or named_manifest(storage, name, ranks)
-    parameters = sharded_parameters(model)
-    live = LiveState(model, parameters, optimizer, averages, companions)
-    full_path = f"{storage.root}/{name}"
-    plans = ranks.on_all_ranks(lambda: plan_load(live, manifest, declared, hyperparameters, full_path))
-    tensors = read_targets(plans.targets, storage, name, manifest, ranks)
-    small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState | None]()
-    with ranks.together():
-        small.append(_small(storage, name, manifest, ranks, model))
-        _check_small(f"{storage.root}/{name}", *small[0], manifest, check)
-        states |= states_read(live, plans, manifest, tensors)
+    parts, full_path = live_parts(model, optimizer, averages, companions), f"{storage.root}/{name}"
+    plan = ranks.on_all_ranks(
+        lambda: plan_load(parts, manifest, declared, hyperparameters, full_path, companions=companions is not None)
+    )
+    tensors = read_targets(plan.targets, storage, name, manifest, ranks)
+
+    def rest() -> tuple[dict[str, Any] | None, dict[str, Any], list[OptimizerState | None]]:
+        rank_state, shared = _small(storage, name, manifest, ranks, model)
+        _check_small(full_path, rank_state, shared, manifest, check)
+        return rank_state, shared, states_read(plan, tensors)
+
+    rank_state, shared, states = ranks.on_all_ranks(rest)
     # From here on nothing can fail for a reason of the checkpoint's.
-    notes = set_live(live, plans, tensors, states)
-    return LoadedState(manifest, small[0][1], small[0][0], tuple(notes), tuple(plans.model.plan.deviations))
+    notes = execute(plan, tensors, states)
+    return LoadedState(manifest, shared, rank_state, tuple(notes), plan.deviations)
 
 
 def _small(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import OPTIM
-from holdfast.checkpoint.loading.matching import Declared, LoadPlan, Target, allow
+from holdfast.checkpoint.loading.matching import Declared, Match, Target, allowed, merged
 from holdfast.optim.state import OptimizerState, put_together, qualified_name, whole_of
 from holdfast.optim.state_template import inert_state
 from holdfast.optim.wrapped import (
@@ -35,13 +35,15 @@ from holdfast.optim.wrapped import (
 from holdfast.parallel.shards import local_part, local_rows
 
 
-@dataclass
+@dataclass(frozen=True)
 class WrappedPlan:
-    """Records of the quantised state that will be reconstructed."""
+    """The quantised state that will be reconstructed."""
 
-    exact: dict[str, dict[str, Wrapped]] = field(default_factory=dict)
+    match: Match = field(default_factory=Match)
+    """Its inner tensors, and deviations."""
+    exact: Mapping[str, Mapping[str, Wrapped]] = field(default_factory=dict)
     """Parameter name -> state key -> record of state that is restored bit for bit."""
-    cast: dict[str, dict[str, Wrapped]] = field(default_factory=dict)
+    cast: Mapping[str, Mapping[str, Wrapped]] = field(default_factory=dict)
     """Parameter name -> state key -> record of state that is dequantised and quantised again."""
     made_here: OptimizerState | None = None
     """State as this run's optimizer creates it, the template for `cast`; None if nothing is cast."""
@@ -54,33 +56,34 @@ def records(manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
 
 
 def plan_wrapped(
-    plan: LoadPlan,
-    optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    manifest: Manifest,
-    declared: Declared,
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], manifest: Manifest, declared: Declared
 ) -> WrappedPlan:
-    """Add quantised optimizer state to a load plan, and note deviations; all ranks call this together.
+    """Return the plan of quantised optimizer state; all ranks call this together.
 
     Raises:
         CheckpointCorrupt: A record does not fit its tensors.
     """
-    planned = WrappedPlan()
     stored = records(manifest)
     if not stored or manifest.optimizer is None or manifest.optimizer["kind"] != qualified_name(optimizer):
-        return planned
+        return WrappedPlan()
+    matches: list[Match] = []
+    exact: dict[str, dict[str, Wrapped]] = {}
+    cast: dict[str, dict[str, Wrapped]] = {}
     for name, slot, plain in _wanted(optimizer, parameters, stored):
         if plain["class"] not in LISTED:
-            plan.refused.append(
+            refused = (
                 f"state {slot} of {name} is a {plain['class']}, which is none of torchao's optimizer states; it is not "
                 "imported. Start a new run from these weights with another run.name and checkpoint.init_from"
             )
+            matches.append(Match(refused=(refused,)))
             continue
         record = _checked(plain, manifest, name, slot)
-        _plan_one(plan, planned, record, name, slot, parameters[name].data, manifest, declared)
-    if planned.cast:
-        planned.made_here = inert_state(optimizer, parameters)
-    return planned
+        parameter = parameters[name].data
+        shards = shards_of(parameter) if record.shape == tuple(parameter.shape) else 1
+        why = None if shards == record.shards else record.why_not_cut(shards)
+        matches.append(_match(record, name, slot, parameter, manifest, declared, shards, why))
+        (exact if why is None else cast).setdefault(name, {})[slot] = record
+    return WrappedPlan(merged(matches), exact, cast, inert_state(optimizer, parameters) if cast else None)
 
 
 def _wanted(
@@ -115,34 +118,30 @@ def _key(name: str, slot: str, component: str) -> str:
     return f"{OPTIM}{name}.{slot}{BETWEEN}{component}"
 
 
-def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known of it
-    plan: LoadPlan,
-    planned: WrappedPlan,
+def _match(  # noqa: PLR0913, PLR0917 - one state of one parameter, and what is known of it
     record: Wrapped,
     name: str,
     slot: str,
     parameter: Tensor,
     manifest: Manifest,
     declared: Declared,
-) -> None:
-    shards = shards_of(parameter) if record.shape == tuple(parameter.shape) else 1
-    keys = {component: _key(name, slot, component) for component in record.parts}
-    why = None if shards == record.shards else record.why_not_cut(shards)
-    if why is not None:
-        difference = (
-            f"state {slot} of {name} is a {record.kind} that {record.shards} shards were saved of, and {why}, so it "
-            "cannot come back bit for bit; dequantise it and quantise it anew"
-        )
-        before = len(plan.refused)
-        allow(plan, declared.cast, name, difference, "resume.cast")
-        if len(plan.refused) > before:
-            return
-    for component, key in keys.items():
-        entry = manifest.tensors[key]
+    shards: int,
+    why: str | None,
+) -> Match:
+    """Return the match of one quantised tensor; `why` says why it cannot be restored bit for bit, None if it can."""
+    targets = {}
+    for component, how in record.parts.items():
+        entry = manifest.tensors[_key(name, slot, component)]
         tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-        live = tensor if why is not None else _layout(record.parts[component], tensor, parameter, shards, record)
-        plan.targets[key] = Target(live, entry)
-    (planned.exact if why is None else planned.cast).setdefault(name, {})[slot] = record
+        live = tensor if why is not None else _layout(how, tensor, parameter, shards, record)
+        targets[_key(name, slot, component)] = Target(live, entry)
+    if why is None:
+        return Match(targets)
+    difference = (
+        f"state {slot} of {name} is a {record.kind} that {record.shards} shards were saved of, and {why}, so it "
+        "cannot come back bit for bit; dequantise it and quantise it anew"
+    )
+    return merged([Match(targets), allowed(declared.cast, name, difference, "resume.cast")])
 
 
 def _layout(how: InnerTensor, tensor: Tensor, parameter: Tensor, shards: int, record: Wrapped) -> Tensor:

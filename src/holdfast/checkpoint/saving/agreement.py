@@ -15,7 +15,7 @@ from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.format.dict_diff import first_difference
 from holdfast.checkpoint.format.manifest import About
 from holdfast.checkpoint.format.snapshot import OPTIM, Outline, Snapshot, outline
-from holdfast.checkpoint.loading.companions import COMPANIONS
+from holdfast.checkpoint.loading.parts import COMPANIONS
 from holdfast.checkpoint.place.layout import place_file, rank_file
 from holdfast.errors import HoldfastError
 from holdfast.optim.state import OptimizerState

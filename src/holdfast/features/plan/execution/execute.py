@@ -21,8 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import RandomState, like, staged
-from holdfast.checkpoint.loading.live import LiveState, plan_load, set_live, states_read
 from holdfast.checkpoint.loading.matching import Declared
+from holdfast.checkpoint.loading.parts import live_parts
+from holdfast.checkpoint.loading.plan import execute as execute_load
+from holdfast.checkpoint.loading.plan import plan_load, states_read
 from holdfast.config.quiet import broken
 from holdfast.config.sections.engine import LocalEngineConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
@@ -269,16 +271,15 @@ def _load(ledger: Ledger, step: PlannedStep, manifest: Manifest) -> None:
     """Do what `load_state` does with what it has read; this rank's part of all tensors is in host memory then."""
     trained, companions = step.trained, step.run.saved_companions
     averages = {} if trained.averages is None else trained.averages.tensors
-    parameters = sharded_parameters(trained.model)
-    live = LiveState(trained.model, parameters, trained.optimizer, averages, companions)
-    plans = plan_load(live, manifest, Declared(), "live", "a planned checkpoint")
+    parts = live_parts(trained.model, trained.optimizer, averages, companions)
+    plan = plan_load(parts, manifest, Declared(), "live", "a planned checkpoint", companions=companions is not None)
     with ledger.scope(CHECKPOINT):
         read = {
             key: like(target.live, torch.empty(local_part(target.live).shape, dtype=target.dtype))
-            for key, target in plans.targets.items()
+            for key, target in plan.targets.items()
         }
     with ledger.scope(OPTIMIZER):
-        set_live(live, plans, read, states_read(live, plans, manifest, read))
+        execute_load(plan, read, states_read(plan, read))
 
 
 def _make(step: PlannedStep) -> None:

@@ -23,7 +23,8 @@ from holdfast.checkpoint.format.manifest import About, Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import MODEL, OPTIM, Snapshot, hold, random_state, random_state_as_json
 from holdfast.checkpoint.format.verification import verify_checkpoint
 from holdfast.checkpoint.loading.matching import Declared, refusal
-from holdfast.checkpoint.loading.trained import PlannedLoad, plan_trained
+from holdfast.checkpoint.loading.parts import Part
+from holdfast.checkpoint.loading.plan import plan_part
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import open_storage
 from holdfast.checkpoint.saving.agreement import described_optimizers
@@ -236,13 +237,13 @@ def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, 
     manifest = Manifest("", step, snapshot.contents, {}, entries, optimizer=described_optimizers(snapshot))
     resume = run.setting.config.checkpoint.resume
     declared = Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
-    planned = PlannedLoad()
     trained = run.trained
-    parameters = trained.parameters
     optimizer = None if snapshot.optimizer is None else trained.optimizer
-    plan_trained(planned, trained.model, parameters, optimizer, manifest, declared, "live")
-    if planned.plan.refused:
-        raise CheckpointMismatch(refusal(str(checkpoint.path), [*planned.plan.refused[:3], *_hints(run, checkpoint)]))
+    refused = plan_part(
+        Part("", trained.model, trained.parameters, optimizer), manifest, declared, "live"
+    ).match.refused
+    if refused:
+        raise CheckpointMismatch(refusal(str(checkpoint.path), [*refused[:3], *_hints(run, checkpoint)]))
 
 
 def _hints(run: Run, checkpoint: ForeignCheckpoint) -> Iterator[str]:
