@@ -113,9 +113,17 @@ def test_environment_and_tools_are_part_of_a_run_but_not_how_many_live_at_a_time
     loss = {name: {"objective": _loss(config)} for name, config in configs.items()}
     files = user_files(ConfiguredRun(config=configs["plain"], base=tmp_path))
 
-    changed = {name: changed_fingerprints(loss["plain"], other) for name, other in loss.items()}
-    named = {"objective": ["environment"]}
-    assert changed == {"none": named, "plain": {}, "instances": {}, "turns": named, "kwargs": named}
+    changed = {
+        name: changed_fingerprints(loss["plain"], other, configs[name]).get("objective", [])
+        for name, other in loss.items()
+    }
+    assert changed == {
+        "none": ["environment"],
+        "plain": [],
+        "instances": [],
+        "turns": ["environment.max_turns 8 -> 3"],
+        "kwargs": ["environment.kwargs {} -> sha256 804e334b4bc9e4c038997264678979525..."],
+    }
     assert sorted(files) == [
         "environment.action lake.py",
         "environment.path world.py",
@@ -233,3 +241,45 @@ def test_other_images_and_images_that_are_gone_are_named() -> None:
         "data": ["images of source 0"]
     }
     assert changed_fingerprints(now, {"data": {"rows of source 0": "a"}}) == {"data": ["images of source 0"]}
+
+
+def test_sections_are_compared_key_by_key() -> None:
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
+    config = from_mapping({**tree, "rewards": {"timeout_seconds": 60}}, GRPOConfig)
+    now = {"objective": _loss(config)}
+
+    def saved(name: str, **values: Any) -> dict[str, dict[str, str]]:
+        section = json.loads(now["objective"][name])
+        section |= values
+        return {
+            "objective": now["objective"]
+            | {name: json.dumps({key: value for key, value in section.items() if value != "GONE"})}
+        }
+
+    defaults = type(config.advantage).model_fields
+    assert changed_fingerprints(saved("rewards", timeout_seconds=30), now, config) == {
+        "objective": ["rewards.timeout_seconds 30 -> 60.0"]
+    }
+    # A version before this one did not have the key: equal to its default, and different from any other value.
+    assert "discount" in defaults
+    assert changed_fingerprints(saved("advantage", discount="GONE"), now, config) == {}
+    assert changed_fingerprints(saved("rewards", timeout_seconds="GONE"), now, config) == {
+        "objective": ["rewards.timeout_seconds absent -> 60.0"]
+    }
+    # A later version does not have the key.
+    assert changed_fingerprints(saved("advantage", of_old=3), now, config) == {}
+    # A name of the whole kind that this one has by default.
+    without = {key: value for key, value in now["objective"].items() if key != "data.max_prompt_length"}
+    assert changed_fingerprints({"objective": without}, now, config) == {}
+
+
+def test_a_key_of_a_free_mapping_is_never_gone() -> None:
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
+    section = {"path": "world.py:World"}
+    first, second = (
+        from_mapping({**tree, "environment": section | {"kwargs": kwargs}}, GRPOConfig) for kwargs in ({"size": 3}, {})
+    )
+
+    changed = changed_fingerprints({"objective": _loss(first)}, {"objective": _loss(second)}, second)
+
+    assert [line.split()[0] for line in changed["objective"]] == ["environment.kwargs"]

@@ -29,7 +29,7 @@ from holdfast.data.batches.cursor import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.fingerprints import changed_fingerprints
+from holdfast.training.fingerprints import changed_fingerprints, is_gone
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
 from holdfast.training.saving.parents import recordable
@@ -188,7 +188,7 @@ def _check_identity(
     run: Run, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each difference that the configuration declares."""
-    changes = changed_fingerprints(manifest.fingerprints, run.identity)
+    changes = changed_fingerprints(manifest.fingerprints, run.identity, run.setting.config)
     return _check_declared(run, checkpoint, {**changes, **_other_run(run, manifest, run_id, saved_settings)})
 
 
@@ -242,13 +242,16 @@ def _changed(run: Run, saved_settings: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
     if not saved_settings:
         return []
-    settings = dict(leaves(public_configuration(as_plain(run.setting.config), WHOLE), into_lists=True))
+    config = run.setting.config
+    settings = dict(leaves(public_configuration(as_plain(config), WHOLE), into_lists=True))
+    gone = sorted(key for key in saved_settings if is_gone(config, key))
     changes = [
         f"{key} {saved_settings.get(key)} -> {settings.get(key)}"
-        for key in sorted({*saved_settings, *settings})
+        for key in sorted({*saved_settings, *settings} - {*gone})
         if key.startswith(MOVES_NUMBERS) and saved_settings.get(key) != settings.get(key)
     ]
-    return [f"changed since the checkpoint: {', '.join(changes)}; the new values hold from here on"] if changes else []
+    lines = [f"changed since the checkpoint: {', '.join(changes)}; the new values hold from here on"] if changes else []
+    return lines + ([f"keys of the checkpoint that are gone, and ignored: {', '.join(gone)}"] if gone else [])
 
 
 IMPORTED = "imported"
