@@ -12,8 +12,9 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.training.fingerprints import _loss, changed_fingerprints, filter_hashes, reward_model_hashes, user_files
+from holdfast.training.fingerprints import _loss, filter_hashes, reward_model_hashes, user_files
 from holdfast.training.run import ConfiguredRun
+from holdfast.training.saving.differences import changed_fingerprints
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

@@ -28,8 +28,8 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.files.vision import image_side
 from holdfast.models.setup.model import configured
-from holdfast.training.fingerprints import changed_fingerprints
 from holdfast.training.run import EvaluationSet
+from holdfast.training.saving.differences import changed_fingerprints
 from holdfast.training.setup.rows import refuse_completions_with_images
 from holdfast.types import Example
 from tests.models.directories import filled

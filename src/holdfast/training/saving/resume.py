@@ -29,9 +29,9 @@ from holdfast.data.batches.cursor import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.fingerprints import changed_fingerprints, is_gone
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
+from holdfast.training.saving.differences import changed_fingerprints, is_gone
 from holdfast.training.saving.parents import recordable
 
 MOVES_NUMBERS = (
