@@ -19,7 +19,9 @@ import torch
 
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.manifest import About
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.format.snapshot import Snapshot
+from holdfast.checkpoint.keep.choose import ResumeChoice, newest_verified
 from holdfast.checkpoint.keep.retention import (
     Retention,
     put_aside,
@@ -29,12 +31,12 @@ from holdfast.checkpoint.keep.retention import (
     wait_for_deletions,
     write_pins,
 )
+from holdfast.checkpoint.loading.chunk_reader import check_read_back
 from holdfast.checkpoint.place.layout import LATER, fresh, step_name
 from holdfast.checkpoint.saving.writer import commit
 from holdfast.checkpoint.session import Session
 from holdfast.errors import HoldfastError
 from holdfast.parallel.collectives import RankGroup
-from tests.checkpoint.cases import newest_whole
 from tests.checkpoint.recording_stores import ROOT, Bucket, Contents, Disk, Effect, Tree
 
 Store = Disk | Bucket
@@ -53,13 +55,22 @@ REPEATED = 3
 def snapshot_of(step: int, job: int = 0) -> Snapshot:
     """Return a snapshot whose numbers are the step and the job's; its files have less than 2 KiB each."""
     return Snapshot(
-        {"model.weight": torch.full((8,), step + job / 2)},
+        {"model.weight": torch.full((256,), step + job / 2)},
         frozenset({"weight"}),
         {},
         None,
         {"rank": 0},
         {"step": step, "job": job},
-        assets={"run.yaml": b"seed: 1\n"},
+        assets={"run.yaml": b"seed: 1\n", "template.jinja": b"{{ x }}", "tokenizer.json": b"{}"},
+    )
+
+
+def newest_read(store: Store) -> ResumeChoice | None:
+    """Return the newest whole checkpoint, read as a resume reads it; its tensors are those that were saved."""
+    return newest_verified(
+        store,
+        RANKS,
+        use=lambda name, manifest: check_read_back(store, name, manifest, snapshot_of(manifest.step).tensors, RANKS),
     )
 
 
@@ -113,7 +124,7 @@ class Job:
     def damage(self, step: int) -> None:
         """Flip a bit in the shard of a step, as disks do in time."""
         name = step_name(step)
-        path = next(path for path in sorted(files_of(self.store, name)) if path.endswith(".distcp"))
+        path = shard_file(0)
         data = bytearray(self.store.read(f"{name}/{path}"))
         data[len(data) // 2] ^= 1
         if isinstance(self.store, Bucket):
@@ -129,7 +140,7 @@ class Job:
 
     def resume(self) -> None:
         """Choose the newest whole checkpoint, and clear away what is half written."""
-        newest_whole(self.store, RANKS)
+        newest_read(self.store)
         remove_leftovers(self.store, wait=True)
 
     def go_back(self, step: int) -> None:
@@ -501,7 +512,7 @@ class Judge:
         newest = max(told.saved, default=0)
         before = {step: files_of(store, name) for step, name in steps(store).items()}
         try:
-            choice = newest_whole(store, RANKS)
+            choice = newest_read(store)
         except NoCheckpoint as error:
             if told.saved or told.aside:
                 raise Lost(f"refused, though steps {sorted(told.saved)} were reported: {error}") from error
@@ -523,7 +534,7 @@ class Judge:
     def _save_on(store: Store, step: int) -> None:
         try:
             manifest = commit(snapshot_of(step), store, About("run", step, None, None), RANKS)
-            choice = newest_whole(store, RANKS)
+            choice = newest_read(store)
         except (HoldfastError, CheckpointError, OSError) as error:
             raise Lost(f"a further save of step {step} failed: {error!r}") from error
         if choice is None or choice.manifest.hash != manifest.hash:

@@ -14,7 +14,7 @@ from holdfast.checkpoint.errors import CheckpointError, DirectoryTaken, PlaceLos
 from holdfast.checkpoint.format.manifest import NAME, About, parse
 from holdfast.checkpoint.keep.retention import Retention, remove_leftovers
 from holdfast.checkpoint.place.hashing import hash_bytes
-from holdfast.checkpoint.place.layout import DCP, METADATA, step_name
+from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.saving.writer import commit
 from holdfast.checkpoint.session import Session
@@ -210,12 +210,10 @@ class Outcome:
 
 @cache
 def _alone(job: int, step: int) -> Files:
-    """Return the files of a save that nobody disturbs, but for those that have a time or a random number in them."""
+    """Return the files of a save that nobody disturbs, but for the manifest, which has a time in it."""
     store = Disk()
     commit(snapshot_of(step, job), store, About("run", step, None, None), RANKS)
-    return {
-        path: data for path, data in files_of(store, step_name(step)).items() if path not in {NAME, f"{DCP}/{METADATA}"}
-    }
+    return {path: data for path, data in files_of(store, step_name(step)).items() if path != NAME}
 
 
 def bucket_jobs(

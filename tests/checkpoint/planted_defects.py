@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.checkpoint.format.manifest import NAME, About
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.keep.retention import Retention, apply_retention
 from holdfast.checkpoint.place.hashing import HashingWriter
 from holdfast.checkpoint.place.layout import QUARANTINE, TRASH, step_name, step_of
@@ -84,7 +85,7 @@ class ManifestIsPutFirst(Bucket):
 
     @contextmanager
     def create(self, path: str) -> Iterator[HashingWriter]:
-        if not path.endswith(".distcp"):
+        if not path.endswith(shard_file(0)):
             with super().create(path) as file:
                 yield file
             return

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from holdfast.checkpoint.export.adapters import Description, write_adapters
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.format.snapshot import take
+from holdfast.checkpoint.place.layout import TENSORS
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, step
@@ -43,10 +45,10 @@ def save_twice(world: World, place: Path, victim: int, phase: str) -> None:
 @pytest.mark.parametrize(
     ("victim", "phase", "path"),
     [
-        (1, "shards", rf"/{STAGED}/dcp/__1_0\.distcp"),
+        (1, "shards", rf"/{STAGED}/{shard_file(1)}"),
         (1, "rank state", rf"/{STAGED}/rank/rank-00001\.json"),
         (0, "manifest", rf"/{STAGED}/manifest\.json"),
-        (0, "sync", rf"/{STAGED}/dcp"),
+        (0, "sync", rf"/{STAGED}/{TENSORS}"),
         (0, "publish", ""),
     ],
     ids=["shard", "state of a rank", "manifest", "directory of shards", "directory of checkpoints"],

@@ -15,8 +15,10 @@ import pytest
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.format.manifest import NAME
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.format.verification import read_manifest, verify_checkpoint
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
+from holdfast.checkpoint.place.layout import TENSORS
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.parallel.collectives import RankGroup
@@ -27,7 +29,7 @@ from tests.crash.runs import values_of
 from tests.training.cases import run as train
 
 NEWEST = "step-00000003"
-SHARD = f"{NEWEST}/dcp/__1_0.distcp"
+SHARD = f"{NEWEST}/{shard_file(1)}"
 MANIFEST = f"{NEWEST}/{NAME}"
 
 
@@ -64,7 +66,7 @@ def chosen(storage: MoodyStorage) -> str:
 def test_one_wrong_read_of_the_manifest_is_no_damage(run: Path) -> None:
     words = chosen(FlippingStorage(run, MANIFEST, failures=1))
 
-    assert words == "resuming from step 3, verified in 6 files"
+    assert words == "resuming from step 3, verified in 5 files"
 
 
 def test_a_manifest_that_differs_from_read_to_read_is_refused_and_not_put_aside(run: Path) -> None:
@@ -90,7 +92,7 @@ def test_a_manifest_that_differs_from_read_to_read_is_refused_and_not_put_aside(
 def test_a_question_that_fails_for_a_while_is_asked_again(run: Path, question: str, what: str, number: int) -> None:
     words = chosen(ForgetfulStorage(run, question, what, failures=1, number=number))
 
-    assert words == "resuming from step 3, verified in 6 files"
+    assert words == "resuming from step 3, verified in 5 files"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_a_question_that_fails_for_a_while_is_asked_again(run: Path, question: s
 def test_one_wrong_answer_is_no_damage(run: Path, question: str, what: str) -> None:
     words = chosen(ForgetfulStorage(run, question, what, failures=1, number=None))
 
-    assert words == "resuming from step 3, verified in 6 files"
+    assert words == "resuming from step 3, verified in 5 files"
 
 
 @pytest.mark.parametrize(
@@ -135,17 +137,17 @@ def listing() -> _Listing:
 
 
 def test_a_directory_that_cannot_be_listed_once_is_listed_again(run: Path, listing: _Listing) -> None:
-    listing.place, listing.failures = str(run / NEWEST / "dcp"), 1
+    listing.place, listing.failures = str(run / NEWEST / TENSORS), 1
 
     choice = newest_whole(LocalStorage(run), RankGroup())
 
     assert choice is not None
-    assert choice.message == "resuming from step 3, verified in 6 files"
+    assert choice.message == "resuming from step 3, verified in 5 files"
     assert listing.failures == 0
 
 
 def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(run: Path, listing: _Listing) -> None:
-    listing.place, listing.failures = str(run / NEWEST / "dcp"), 100
+    listing.place, listing.failures = str(run / NEWEST / TENSORS), 100
 
     try:
         with pytest.raises(CheckpointUnreadable, match=f"{NEWEST} cannot be read: Input/output error"):
@@ -166,10 +168,10 @@ def a_tensor_of(storage: LocalStorage) -> object:
     "look", [lambda storage: verify_checkpoint(storage, NEWEST), a_tensor_of], ids=["verify", "export"]
 )
 def test_a_shard_that_cannot_be_opened_is_not_called_damaged(run: Path, look: Callable[[LocalStorage], object]) -> None:
-    look(UnopenableStorage(run, ".distcp", failures=1))
+    look(UnopenableStorage(run, SHARD, failures=1))
 
-    with pytest.raises(CheckpointUnreadable, match=r"distcp cannot be read: Input/output error\. Nothing is known"):
-        look(UnopenableStorage(run, ".distcp", failures=100))
+    with pytest.raises(CheckpointUnreadable, match=rf"{SHARD} cannot be read: Input/output error\. Nothing is known"):
+        look(UnopenableStorage(run, SHARD, failures=100))
 
 
 def choose_with_a_fault_on_rank_0(world: World, run: str, question: str, what: str) -> None:

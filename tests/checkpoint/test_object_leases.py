@@ -17,6 +17,7 @@ from holdfast import checkpoint, patience
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.format.manifest import NAME
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.keep.retention import remove_leftovers, steps
 from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.place.storage import Storage, open_storage
@@ -53,23 +54,23 @@ def test_a_second_job_is_refused_and_a_dead_one_is_not(server: dict[str, str]) -
 
 def test_a_start_leaves_a_save_under_way_of_another_process_alone(server: dict[str, str]) -> None:
     storage, name = open_storage("s3://bucket/under-way"), "step-00000007"
-    storage.put_new(f"{name}/dcp/__0_0.distcp", b"half of it")
+    storage.put_new(f"{name}/{shard_file(0)}", b"half of it")
 
     with ObjectLease(storage), ObjectLease(storage, name):
         held_by(storage, f".lease-{name}.00000001.json", 1)
         remove_leftovers(storage, wait=True)
-        under_way = storage.exists(f"{name}/dcp/__0_0.distcp")
+        under_way = storage.exists(f"{name}/{shard_file(0)}")
         held_by(storage, f".lease-{name}.00000001.json", 4194305)
         remove_leftovers(storage, wait=True)
 
     assert under_way
-    assert not storage.exists(f"{name}/dcp/__0_0.distcp")
+    assert not storage.exists(f"{name}/{shard_file(0)}")
     assert not any(each.startswith(f".lease-{name}") for each in storage.names())
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[1]", b"[" * 100_000, b"\xff\xfe"])
 def test_a_lease_that_names_nobody_is_nobodys(server: dict[str, str], damaged: bytes) -> None:
-    storage = open_storage("s3://bucket/damaged")
+    storage = open_storage("s3://bucket/nobody-s")
     storage.replace(FIRST, damaged)
 
     with ObjectLease(storage) as lease:
@@ -201,19 +202,19 @@ def test_a_lease_that_could_not_be_taken_to_the_end_is_given_back(server: dict[s
 
 def test_objects_of_another_job_are_neither_written_over_nor_deleted(server: dict[str, str]) -> None:
     theirs, ours = open_storage("s3://bucket/mixed"), open_storage("s3://bucket/mixed")
-    theirs.put_new("step-00000004/dcp/__0_0.distcp", b"theirs")
-    with ours.create("step-00000004/dcp/__1_0.distcp") as file:
+    theirs.put_new(f"step-00000004/{shard_file(0)}", b"theirs")
+    with ours.create(f"step-00000004/{shard_file(1)}") as file:
         file.write(b"ours")
 
     with (
         pytest.raises(FileExistsError, match="another job put this object"),
-        ours.create("step-00000004/dcp/__0_0.distcp") as file,
+        ours.create(f"step-00000004/{shard_file(0)}") as file,
     ):
         file.write(b"ours!!")
     ours.undo("step-00000004")
 
-    assert theirs.files("step-00000004") == ["dcp/__0_0.distcp"]
-    assert theirs.read("step-00000004/dcp/__0_0.distcp") == b"theirs"
+    assert theirs.files("step-00000004") == [shard_file(0)]
+    assert theirs.read(f"step-00000004/{shard_file(0)}") == b"theirs"
 
 
 @pytest.mark.slow
@@ -235,8 +236,8 @@ def save_beside_leftovers(world: World, url: str, variables: dict[str, str]) -> 
     os.environ.update(variables)
     storage = open_storage(url)
     if world.is_first:
-        storage.put_new("step-00000001/dcp/__0_0.distcp", b"half")
-        storage.put_new("step-00000001/dcp/__7_0.distcp", b"half")
+        storage.put_new(f"step-00000001/{shard_file(0)}", b"half")
+        storage.put_new(f"step-00000001/{shard_file(7)}", b"half")
     RankGroup().gather(None)
     checkpoint.save(f"{url}/step-00000001", build(world))
     return storage.names()
@@ -248,7 +249,7 @@ def test_a_save_clears_away_what_a_killed_one_left_under_its_name(pools: Any, se
     assert pools(2).run(save_beside_leftovers, url, server)[0] == ["step-00000001"]
 
     assert verify(f"{url}/step-00000001").step == 1
-    assert "dcp/__7_0.distcp" not in open_storage(url).files("step-00000001")
+    assert shard_file(7) not in open_storage(url).files("step-00000001")
 
 
 def save_while_held(world: World, url: str, variables: dict[str, str]) -> None:
@@ -259,7 +260,7 @@ def save_while_held(world: World, url: str, variables: dict[str, str]) -> None:
 def test_two_jobs_that_save_one_name_do_not_mix(pools: Any, server: dict[str, str]) -> None:
     storage = open_storage("s3://bucket/twice")
     with ObjectLease(storage, "step-00000001"):
-        storage.put_new("step-00000001/dcp/__0_0.distcp", b"in flight")
+        storage.put_new(f"step-00000001/{shard_file(0)}", b"in flight")
         lease = next(name for name in storage.names() if name.startswith(".lease-"))
         held_by(storage, lease, 1)
 
@@ -267,7 +268,7 @@ def test_two_jobs_that_save_one_name_do_not_mix(pools: Any, server: dict[str, st
 
         assert {name for name, _ in errors} == {"DirectoryTaken"}
         assert "s3://bucket/twice/step-00000001 is in use by another job (process 1 on " in errors[0][1]
-        assert storage.read("step-00000001/dcp/__0_0.distcp") == b"in flight"
+        assert storage.read(f"step-00000001/{shard_file(0)}") == b"in flight"
 
 
 class Overtaken:

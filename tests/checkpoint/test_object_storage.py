@@ -12,6 +12,7 @@ from holdfast import checkpoint
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.manifest import NAME
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.keep.retention import put_aside, remove_leftovers, steps
 from holdfast.checkpoint.place.layout import QUARANTINE
 from holdfast.checkpoint.place.storage import Storage, open_storage
@@ -71,16 +72,15 @@ def test_an_upload_that_an_error_breaks_off_is_no_object(server: dict[str, str])
 def test_a_changed_byte_is_found_and_its_tensor_named(pools: Any, server: dict[str, str]) -> None:
     path = "s3://bucket/damaged/step-00000001"
     pools(2).run(save_after, path, 1, server)
-    flip_a_bit(open_storage("s3://bucket/damaged"), "step-00000001", "__1_0.distcp")
+    flip_a_bit(open_storage("s3://bucket/damaged"), "step-00000001", shard_file(1))
 
-    with pytest.raises(CheckpointCorrupt, match=r"__1_0.distcp is damaged.*Damaged tensors: (model|optim)\."):
+    with pytest.raises(CheckpointCorrupt, match=rf"{shard_file(1)} is damaged.*Damaged tensors: (model|optim)\."):
         verify(path)
 
 
-def flip_a_bit(storage: Storage, name: str, file_ends_with: str) -> None:
-    file = next(file for file in storage.files(name) if file.endswith(file_ends_with))
+def flip_a_bit(storage: Storage, name: str, file: str) -> None:
     data = bytearray(storage.read(f"{name}/{file}"))
-    data[len(data) // 2] ^= 1
+    data[-1] ^= 1
     storage.replace(f"{name}/{file}", bytes(data))
 
 
@@ -97,7 +97,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_an
     values = values_of(tmp_path / "stopped", steps=4, checkpoint={"storage": place})
     pools(2).run(train_there, values, server)
     storage = open_storage(place)
-    flip_a_bit(storage, "step-00000004", "__1_0.distcp")
+    flip_a_bit(storage, "step-00000004", shard_file(1))
     damaged = {file: storage.hash(f"step-00000004/{file}") for file in storage.files("step-00000004")}
 
     pools(2).run(train_there, values | {"steps": 6}, server)
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_is_half_put_aside_loses_no_file(server: dict[str, str
             super().remove(path)
 
     run, name = f"s3://bucket/half-{removals}", "step-00000004"
-    files = {file: file.encode() for file in (NAME, "dcp/__0_0.distcp", "dcp/__1_0.distcp", "trainer.json")}
+    files = {file: file.encode() for file in (NAME, shard_file(0), shard_file(1), "trainer.json")}
     for file, data in files.items():
         open_storage(run).put_new(f"{name}/{file}", data)
 
@@ -153,7 +153,7 @@ def test_the_manifest_is_put_only_where_none_is(server: dict[str, str]) -> None:
 
 def test_objects_without_a_manifest_are_no_checkpoint_and_are_cleared_away(server: dict[str, str]) -> None:
     storage = open_storage("s3://bucket/killed")
-    storage.put_new("step-00000004/dcp/__0_0.distcp", b"half")
+    storage.put_new(f"step-00000004/{shard_file(0)}", b"half")
 
     assert steps(storage) == {}
     remove_leftovers(storage)
@@ -185,7 +185,7 @@ def test_what_is_not_finite_in_a_store_makes_room_for_the_step_that_is_made_agai
 
     words, names, step = found[0]
     assert words.startswith(
-        "resuming from step 1, verified in 6 files; skipped step 2 (a tensor in it holds NaN or inf"
+        "resuming from step 1, verified in 5 files; skipped step 2 (a tensor in it holds NaN or inf"
     )
     assert [name[:-9] for name in names[:1]] == [".quarantine-not-finite-step-00000002"]
     assert (names[1:], step) == (["step-00000001", "step-00000002"], 2)

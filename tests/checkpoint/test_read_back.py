@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import SaveFailed
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.place.layout import QUARANTINE
@@ -27,11 +28,11 @@ def save_three_and_damage_the_last(world: World, directory: Path) -> str:
     toy = build(world)
 
     def damage(phase: str) -> None:
-        (shard_file, *_) = sorted((directory / "step-00000003" / "dcp").glob("__0_*")) or [None]
-        if phase == "read back" and world.is_first and shard_file is not None:
-            data = bytearray(shard_file.read_bytes())
+        path = directory / "step-00000003" / shard_file(0)
+        if phase == "read back" and world.is_first and path.exists():
+            data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
-            shard_file.write_bytes(bytes(data))
+            path.write_bytes(bytes(data))
 
     session = session_of(LocalStorage(directory), world, reached=damage)
     for number in (1, 2, 3):
@@ -77,8 +78,7 @@ def save_to_a_bad_disk(world: World, directory: Path) -> str:
 
     def damage(phase: str) -> None:
         if phase == "read back":
-            for path in (directory / "step-00000001" / "dcp").glob("__0_*"):
-                storage.damage(str(path.relative_to(directory)))
+            storage.damage(f"step-00000001/{shard_file(0)}")
 
     session = session_of(storage, world, reached=damage)
     session.save(take(toy, None), 1)

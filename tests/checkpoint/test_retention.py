@@ -16,6 +16,7 @@ import torch
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import DirectoryTaken
 from holdfast.checkpoint.format.manifest import NAME, Manifest
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.keep.retention import (
     BestRule,
@@ -25,6 +26,7 @@ from holdfast.checkpoint.keep.retention import (
     remove_leftovers,
     write_pins,
 )
+from holdfast.checkpoint.place.layout import TENSORS
 from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup
@@ -206,8 +208,8 @@ def test_a_step_that_cannot_be_deleted_is_named_and_keeps_no_other_from_it(four:
 
 @pytest.mark.parametrize("name", [".staging-step-00000005-abc", ".trash-step-00000001-abc"], ids="19-stale {}".format)
 def test_what_killed_saves_and_deletions_left_is_ignored_then_cleared(four: LocalStorage, name: str) -> None:
-    four.make(f"{name}/dcp")
-    (four.path(name) / "dcp" / "__0_0.distcp").write_bytes(b"half")
+    four.make(f"{name}/{TENSORS}")
+    (four.path(name) / shard_file(0)).write_bytes(b"half")
     four.make(".quarantine-step-00000000-abc")
 
     choice = newest_whole(four, RankGroup())

@@ -57,7 +57,7 @@ class BackgroundSaver(Generic[Written]):
                 self._result = write(to_write)
             except HoldfastError as error:
                 self._error = error
-            except BaseException as error:  # noqa: BLE001 - the edge of a thread; CheckpointException is not an Exception
+            except BaseException as error:  # noqa: BLE001 - the edge of a thread
                 self._error = SaveFailed(f"the save in the background failed: {type(error).__name__}: {error}.")
                 self._error.__cause__ = error
 
