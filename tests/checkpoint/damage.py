@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.format.manifest import NAME, FileEntry, Manifest, parse
+from holdfast.checkpoint.format.shards import layouts_of, shard_file
 from holdfast.checkpoint.place.hashing import hash_file
 
 PAGE = 4096
+SHARDS = tuple(map(shard_file, range(3)))
+"""Files of the tensors that the first ranks wrote, relative to a checkpoint."""
 
 
 def all_files(checkpoint: Path) -> list[Path]:
@@ -50,6 +53,14 @@ def rewrite_manifest(checkpoint: Path, change: Callable[[Manifest], Manifest] = 
         if file.name != NAME
     }
     (checkpoint / NAME).write_bytes(change(replace(manifest, files=files)).to_json())
+
+
+def place_of(checkpoint: Path, key: str, number: int = 0) -> tuple[Path, int, int]:
+    """Return the file that holds a chunk of a tensor, and the chunk's offset and size there, in bytes."""
+    manifest = parse((checkpoint / NAME).read_bytes(), NAME)
+    file = manifest.tensors[key].chunks[number].file
+    stored = next(stored for stored in layouts_of(manifest)[file].chunks if stored.piece.key == key)
+    return checkpoint / file, stored.start, stored.piece.bytes_
 
 
 class Touch:

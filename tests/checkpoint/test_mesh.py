@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def test_ranks_that_a_mesh_does_not_tell_apart_are_told_by_their_number(pools: A
     assert found == [(True, ("rank", 0)), (True, ("rank", 1))]
 
 
-def test_a_checkpoint_of_format_1_names_ranks_by_number_and_is_read_as_before(pools: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_mesh_that_names_ranks_by_number_is_read_as_well(pools: Any, tmp_path: Path) -> None:
     pools(2).run(run, values_of(tmp_path, steps=2))
     saved = tmp_path / "r" / "checkpoints" / "step-00000002"
     assert sorted(file.name for file in (saved / "rank").iterdir()) == [
@@ -110,7 +109,7 @@ def test_a_checkpoint_of_format_1_names_ranks_by_number_and_is_read_as_before(po
     ]
     for rank in range(2):
         (saved / "rank" / f"replicate-0.shard-{rank}.json").rename(saved / "rank" / f"rank-0000{rank}.json")
-    rewrite_manifest(saved, lambda manifest: replace(manifest, format=1))
+    rewrite_manifest(saved)
 
     pools(2).run(run, values_of(tmp_path, steps=4))
 

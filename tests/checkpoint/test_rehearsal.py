@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast import checkpoint
 from holdfast.checkpoint.format.snapshot import hold, take
+from holdfast.checkpoint.place.layout import TENSORS
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.saving.rehearsal import (
     CheckpointCounts,
@@ -69,7 +70,7 @@ class FullLater(LocalStorage):
     """A disk that is full by the time a file is written."""
 
     def create(self, path: str) -> Any:  # type: ignore[override]
-        if "/dcp/" in path:
+        if f"/{TENSORS}/" in path:
             raise OSError(28, "No space left on device", path)
         return super().create(path)
 

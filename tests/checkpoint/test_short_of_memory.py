@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import os
-import pickle
 import resource
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from holdfast.checkpoint.format.dcp import read_dcp_metadata
-from holdfast.checkpoint.format.stored_chunks import chunk_from
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from holdfast.checkpoint.keep.choose import newest_verified
+from holdfast.checkpoint.keep.find import one
 from holdfast.checkpoint.loading.reader import load_state
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from tests.checkpoint.damage import rewrite_manifest
 from tests.crash.processes import run_doomed
 
 MIB = 1 << 20
@@ -56,8 +50,13 @@ def keep_nothing_back() -> None:
     library.malloc_trim(0)
 
 
-def save_twice_and_resume_with(world: World, directory: str, mib: int) -> tuple[Any, Any, list[str]]:
+def save_twice_and_resume_with(world: World, directory: str, mib: int, whole: bool) -> tuple[Any, Any, list[str]]:
     """Save steps 1 and 2; resume while rank 1 has little memory, and again when it has enough.
+
+    Args:
+        world, directory: The rank, and where it saves.
+        mib: Memory of rank 1 at the first resume.
+        whole: Whether the weight was whole on both ranks when it was saved, so that it is one chunk.
 
     Returns:
         What the first resume came to, the second, and what is in the directory between them.
@@ -65,11 +64,14 @@ def save_twice_and_resume_with(world: World, directory: str, mib: int) -> tuple[
     keep_nothing_back()
     torch.manual_seed(0)
     model = nn.Linear(2 * PART // 4 // 1024, 1024, bias=False)
-    fully_shard(model)
+    if not whole:
+        fully_shard(model)
     for step in (1, 2):
         with torch.no_grad():
             model.weight.fill_(step)
         checkpoint.save(f"{directory}/step-0000000{step}", model, None)
+    if whole:
+        fully_shard(model)
     storage, ranks = LocalStorage(Path(directory)), RankGroup()
 
     def resume() -> Any:
@@ -93,37 +95,28 @@ def save_twice_and_resume_with(world: World, directory: str, mib: int) -> tuple[
 
 
 @pytest.mark.parametrize(
-    "mib", [pytest.param(8, id="none for a part"), pytest.param(112, id="for a part, and not for the chunk it is from")]
+    ("mib", "whole", "lacks"),
+    [
+        pytest.param(8, False, 80, id="none for a part"),
+        pytest.param(112, True, 160, id="for a part, and not for the chunk it is from"),
+    ],
 )
 @pytest.mark.cases(1)
-def test_a_whole_checkpoint_is_not_put_aside_where_one_rank_has_no_memory_for_it(tmp_path: Path, mib: int) -> None:
-    ended = run_doomed(save_twice_and_resume_with, 2, str(tmp_path), mib)
+def test_a_whole_checkpoint_is_not_put_aside_where_one_rank_has_no_memory_for_it(
+    tmp_path: Path, mib: int, whole: bool, lacks: int
+) -> None:
+    ended = run_doomed(save_twice_and_resume_with, 2, str(tmp_path), mib, whole)
 
     assert [(end.code, end.error) for end in ended] == [(0, None)] * 2
     assert len({end.value[0] for end in ended}) == 1
     for (kind, words, weight), second, there in (end.value for end in ended):
         assert kind == "CheckpointUnreadable"
-        assert f"{os.uname().nodename} has no memory left for 80 MiB of it. Nothing is known of its bytes" in words
+        assert f"{os.uname().nodename} has no memory left for {lacks} MiB of it. Nothing is known of its bytes" in words
         assert weight == 0, "nothing live was touched"
         assert there == ["step-00000001", "step-00000002"]
         assert second[0] == "step-00000002"
         assert "skipped" not in second[1]
         assert second[2] == 2
-
-
-def stored(tensor: torch.Tensor) -> bytes:
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    return file.getvalue()
-
-
-def packed(data: bytes) -> bytes:
-    """Return the same archive, compressed, as nobody writes it: a few bytes that ask for many."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as small:
-        for each in archive.infolist():
-            small.writestr(each.filename, archive.read(each.filename))
-    return file.getvalue()
 
 
 def outcome(read: Callable[[], Any], mib: float) -> str:
@@ -142,61 +135,30 @@ def alone(look: Callable[..., Any], *args: Any) -> Any:
     return ended.value
 
 
-def read_chunks(world: World) -> dict[str, Any]:
+def read_tensor(world: World, path: str) -> list[str]:
     keep_nothing_back()
-    whole = stored(torch.ones(PART // 4))
-    bomb = packed(whole)
+    stored = one(path)
     sizes = (*np.arange(0, 4, 1 / 16), *range(4, 120, 4))
-    return {
-        "whole": outcome(lambda: chunk_from(whole, "run/shard"), 8),
-        "bomb": outcome(lambda: chunk_from(bomb, "run/shard"), 8),
-        "each": [outcome(lambda: chunk_from(whole, "run/shard"), mib) for mib in sizes],
-        "bomb in ample memory": chunk_from(bomb, "run/shard") is None,
-    }
+    return [outcome(lambda: stored.read("model.weight"), mib) for mib in sizes]
 
 
-def test_however_little_memory_there_is_only_a_chunk_that_asks_for_more_than_it_holds_is_damaged() -> None:
-    found = alone(read_chunks)
+def test_however_little_memory_there_is_a_tensor_is_read_or_nothing_is_known_of_it(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path / "step-00000001"), nn.Linear(PART // 4 // 1024, 1024, bias=False), None)
 
-    assert found["whole"] == "CheckpointUnreadable"
-    assert found["bomb"] == "None"
-    assert set(found["each"]) == {"CheckpointUnreadable", "read"}
-    assert found["bomb in ample memory"]  # no writer of ours packs, so nothing is unpacked
+    found = alone(read_tensor, str(tmp_path / "step-00000001"))
+
+    assert set(found) == {"CheckpointUnreadable", "read"}
 
 
-def read_metadata(world: World, data: bytes) -> list[str]:
+def verify_with_little(world: World, path: str) -> list[str]:
     keep_nothing_back()
-    # Remember None under number 2^30 - 1: a table of 16 GiB.
-    asking = [data[:2] + b"N" + number + b"0" + data[2:] for number in (b"r\xff\xff\xff\x3f", b"p1073741823\n")]
-    return [
-        outcome(lambda: read_dcp_metadata(data, "run/.metadata"), 4),
-        *(outcome(lambda each=each: read_dcp_metadata(each, "run/.metadata"), 512) for each in asking),
-        outcome(lambda: read_dcp_metadata(data, "run/.metadata"), 4096),
-    ]
+    return [outcome(lambda: checkpoint.verify(path), mib) for mib in (1, 2, 3, 4, 6, 16)]
 
 
-def test_however_little_memory_there_is_only_a_metadata_that_asks_for_more_than_it_holds_is_damaged(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "step-00000001"
-    checkpoint.save(str(path), nn.Linear(3, 3), None)
-    metadata = pickle.loads((path / "dcp/.metadata").read_bytes())
-    name, entry = next(iter(metadata.state_dict_metadata.items()))
-    metadata.state_dict_metadata |= {f"{name}.{number:0{MIB}}": replace(entry) for number in range(100)}
+def test_a_verification_needs_a_few_blocks_of_memory_and_never_a_tensor_s(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path / "step-00000001"), nn.Linear(PART // 4 // 1024, 1024, bias=False), None)
 
-    found = alone(read_metadata, pickle.dumps(metadata))
+    found = alone(verify_with_little, str(tmp_path / "step-00000001"))
 
-    assert found == ["CheckpointUnreadable", "CheckpointCorrupt", "CheckpointCorrupt", "read"]
-
-
-def test_a_place_beyond_the_end_of_its_file_is_damaged_without_the_memory_it_asks_for(tmp_path: Path) -> None:
-    path = tmp_path / "step-00000001"
-    checkpoint.save(str(path), nn.Linear(3, 3), None)
-    metadata = pickle.loads((path / "dcp/.metadata").read_bytes())
-    index, info = next(iter(metadata.storage_data.items()))
-    metadata.storage_data[index] = replace(info, length=1 << 45)
-    (path / "dcp/.metadata").write_bytes(pickle.dumps(metadata))
-    rewrite_manifest(path)
-
-    with pytest.raises(CheckpointCorrupt, match=rf"{index.fqn} is damaged: its bytes are not those that were saved"):
-        checkpoint.verify(str(path))
+    assert set(found) == {"CheckpointUnreadable", "read"}
+    assert found[-1] == "read"

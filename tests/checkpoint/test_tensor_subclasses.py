@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from holdfast.checkpoint.format.dcp import read_dcp_metadata
-from holdfast.checkpoint.format.stored_chunks import chunk_from
 from typer.testing import CliRunner
 
 from holdfast import checkpoint
@@ -23,7 +21,7 @@ from holdfast.checkpoint.keep.find import one
 from holdfast.cli.main import app
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of
-from tests.checkpoint.damage import rewrite_manifest
+from tests.checkpoint.damage import place_of, rewrite_manifest
 from tests.checkpoint.quantised import Scaled, loaded_again, numbers_of, resumed, save_it, straight, try_to_load
 
 KINDS = ["8bit", "4bit", "fp8", "torchao"]
@@ -130,14 +128,9 @@ def test_a_flipped_byte_is_named_by_its_part(runs: Any, tmp_path: Path, part: st
     path, _ = runs(2, "8bit")
     copy = Path(shutil.copytree(path, tmp_path / "run")) / "step-00000003"
     key = f"optim.{UP}.exp_avg/{part}"
-    metadata = read_dcp_metadata((copy / "dcp/.metadata").read_bytes(), "")
-    places: dict[Any, Any] = metadata.storage_data  # type: ignore[assignment]
-    info = next(info for index, info in places.items() if index.fqn == key)
-    file = copy / "dcp" / info.relative_path
+    file, start, _ = place_of(copy, key)
     data = bytearray(file.read_bytes())
-    numbers = chunk_from(bytes(data[info.offset : info.offset + info.length]), "shard")
-    assert numbers is not None
-    data[data.index(numbers.numpy().tobytes(), info.offset)] ^= 1
+    data[start] ^= 1
     file.write_bytes(data)
 
     with pytest.raises(CheckpointCorrupt, match=f"Damaged tensors: {key}"):

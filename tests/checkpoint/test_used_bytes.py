@@ -12,8 +12,9 @@ from typing import IO, Any
 
 import pytest
 
-from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.keep import find
+from holdfast.checkpoint.format.manifest import NAME, Manifest, parse
+from holdfast.checkpoint.format.shards import layouts_of
+from holdfast.checkpoint.format.verification import verified_manifest
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.loading import reader
 from holdfast.checkpoint.place.storage import LocalStorage
@@ -21,10 +22,12 @@ from holdfast.optim.tagged_json import decode
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, optimizer_of, save_after
+from tests.checkpoint.damage import SHARDS, place_of
 from tests.crash.faulty import FlippingFileStorage, FlippingStorage
 
 STEP = "step-00000001"
-SHARD = "dcp/__1_0.distcp"
+SHARD = SHARDS[1]
+TRAINED = "model.blocks.0.trained.weight"
 TRAINER, RANK = "trainer.json", "rank/shard-1.json"
 
 
@@ -40,19 +43,16 @@ def step_1(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved[0], tmp_path / "run" / STEP))
 
 
-def place_of(checkpoint: Path, file: str) -> int:
+def digit_of(checkpoint: Path, file: str) -> int:
     """Return where the digit of a number stands, or a byte of a trained matrix: neither makes a file unreadable."""
-    data = (checkpoint / file).read_bytes()
     if file != SHARD:
+        data = (checkpoint / file).read_bytes()
         found = re.search(rb'"steps"\D*(\d)' if file == TRAINER else rb'"python": \[\d, \[(\d)', data)
         assert found is not None
         return found.start(1)
-    stored = find.one(str(checkpoint))
-    chunk = stored.manifest.tensors["model.blocks.0.trained.weight"].chunks[1]
-    rows = slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
-    numbers = stored.read("model.blocks.0.trained.weight")[rows].contiguous().numpy().tobytes()
-    assert data.count(numbers) == 1
-    return data.index(numbers) + 5
+    path, start, _ = place_of(checkpoint, TRAINED, 1)
+    assert path == checkpoint / SHARD
+    return start + 5
 
 
 def load(world: World, storage: LocalStorage, between: Callable[[], object]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def load(world: World, storage: LocalStorage, between: Callable[[], object]) -> 
     toy = build(world, seed=1)
     optimizer = optimizer_of(toy)
     before, ranks = contents(toy, optimizer), RankGroup()
-    manifest = reader.verified_manifest(storage, STEP, ranks)
+    manifest = verified_manifest(storage, STEP, ranks)
     ranks.gather(None)
     between()
     ranks.gather(None)
@@ -87,7 +87,7 @@ def flip_between(world: World, checkpoint: Path, file: str, place: int) -> dict[
 def test_a_byte_that_flips_after_the_verification_is_refused_by_name(
     pools: Any, step_1: Path, file: str, ranks: int
 ) -> None:
-    found = pools(ranks).run(flip_between, step_1, file, place_of(step_1, file))
+    found = pools(ranks).run(flip_between, step_1, file, digit_of(step_1, file))
 
     assert all(each == found[0] for each in found)
     assert found[0]["untouched"]
@@ -108,7 +108,7 @@ def read_wrongly(world: World, checkpoint: Path, file: str, place: int | None, f
 
 @pytest.mark.parametrize(("file", "ranks"), [(TRAINER, 2), (RANK, 2), (SHARD, 2), (SHARD, 3)])
 def test_one_wrong_read_is_read_again(pools: Any, saved: tuple[Path, dict[str, Any]], file: str, ranks: int) -> None:
-    found = pools(ranks).run(read_wrongly, saved[0], file, place_of(saved[0], file), 1)
+    found = pools(ranks).run(read_wrongly, saved[0], file, digit_of(saved[0], file), 1)
 
     assert all(each == saved[1] | {"extra": {"steps": 1}} for each in found)
 
@@ -127,7 +127,7 @@ def test_what_is_read_otherwise_each_time_is_no_damage(
     pools: Any, saved: tuple[Path, dict[str, Any]], file: str, ranks: int
 ) -> None:
     """The disk itself has the right bytes, and every read of them is wrong."""
-    place = None if file == SHARD else place_of(saved[0], file)
+    place = None if file == SHARD else digit_of(saved[0], file)
 
     found = pools(ranks).run(read_wrongly, saved[0], file, place, 1000)
 
@@ -206,6 +206,10 @@ def test_a_resume_at_the_same_number_of_ranks_reads_its_bytes_once(
 ) -> None:
     counts = sum(pools(2).run(resume, saved[0]), Counter[str]())
 
-    first, second = (counts[file] / (saved[0] / file).stat().st_size for file in ("dcp/__0_0.distcp", SHARD))
-    assert first == 1
-    assert 1 <= second < 1.5  # tensors that are whole on both ranks lie in one of the files
+    layouts = layouts_of(parse((saved[0] / NAME).read_bytes(), NAME))
+    first, second = (layouts[file] for file in SHARDS[:2])
+    copies = [stored.piece for stored in second.chunks if stored.piece.sizes == stored.piece.shape]
+    assert counts[SHARDS[0]] == first.size
+    # What is whole on both ranks is in one of the files, of which the other rank reads the header too.
+    assert counts[SHARDS[1]] == second.size + len(second.header) + sum(piece.bytes_ for piece in copies)
+    assert copies

@@ -134,8 +134,10 @@ class DcpDirectory:
         """Return a tensor, read when it is asked for.
 
         Raises:
-            DamagedFile: A chunk of it is nowhere.
+            DamagedFile: A chunk of it is nowhere, or the name is a pickle's.
         """
+        if not self.is_tensor(name):
+            raise DamagedFile(f"lists {name}, which is no tensor")
         entry: Any = self._metadata.state_dict_metadata[name]
         pieces = []
         for chunk in entry.chunks:

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-from holdfast.checkpoint.format.modest_pickles import Sizes, differ_where_it_matters, is_modest
+
+from holdfast.features.rescue.reading.modest_pickles import Sizes, differ_where_it_matters, is_modest
 
 
 def size(value: Any) -> int:
@@ -82,7 +83,7 @@ def test_a_bomb_as_long_as_the_pickle_before_it_is_refused() -> None:
 def test_a_machine_without_memory_for_a_large_pickle_is_no_fault_of_the_pickle() -> None:
     script = """
 import pickle, resource
-from holdfast.checkpoint.format.modest_pickles import is_modest
+from holdfast.features.rescue.reading.modest_pickles import is_modest
 data = pickle.dumps(b"x" * 200_000_000, 4)
 size = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (size + 50_000_000,) * 2)
