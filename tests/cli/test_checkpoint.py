@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from tests.checkpoint.damage import Touch, rewrite_manifest
+from holdfast.checkpoint.format.shards import shard_file
+from tests.checkpoint.damage import rewrite_manifest
 from tests.cli.fixtures import Command, of_step
 from tests.cli.screens import numbers
 from tests.cli.warm import WarmPython
@@ -86,7 +87,7 @@ def test_verify_finds_a_whole_run_whole(checkpoint: Command, level: str) -> None
 def test_verify_of_one_flipped_bit_exits_1_and_names_the_tensor(checkpoint: Command, place: Path, said: Said) -> None:
     assert checkpoint("export", of_step(3), "--format", "torch", "-o", "state.pt").code == 0
     weight = torch.load(place / "state.pt", weights_only=True)["model"]["model.layers.0.mlp.up_proj.weight"]
-    shard = place / of_step(3) / "dcp" / "__1_0.distcp"
+    shard = place / of_step(3) / shard_file(1)
     flip(shard, at=shard.read_bytes().index(weight[-1].numpy().tobytes()))
 
     done = checkpoint("verify", "runs/run")
@@ -94,7 +95,7 @@ def test_verify_of_one_flipped_bit_exits_1_and_names_the_tensor(checkpoint: Comm
 
     assert (done.code, one.code) == (1, 1)
     assert [line.split(":")[0] for line in done.out.splitlines()] == ["whole", "whole", "damaged", "whole"]
-    assert f"{of_step(3)}/dcp/__1_0.distcp" in one.out
+    assert f"{of_step(3)}/{shard_file(1)}" in one.out
     assert [word for word in one.out.split() if "model.model" in word] == ["model.model.layers.0.mlp.up_proj.weight."]
     said(one.out.strip())
     assert sorted(path.name for path in (place / "runs/run/checkpoints").glob("step-*")) == [
@@ -256,7 +257,7 @@ def test_prune_keeps_what_the_run_went_on_from(checkpoint: Command, warm: WarmPy
 
 def test_prune_keeps_the_newest_whole_one_beside_damaged_newer_ones(checkpoint: Command, place: Path) -> None:
     for step in (3, 4):
-        flip(place / of_step(step) / "dcp" / "__0_0.distcp")
+        flip(place / of_step(step) / shard_file(0))
 
     done = checkpoint("prune", "runs/run", "--keep-last", "2")
 
@@ -268,24 +269,25 @@ def test_prune_keeps_the_newest_whole_one_beside_damaged_newer_ones(checkpoint: 
     "arguments",
     [("verify", of_step(4)), ("diff", of_step(3), of_step(4)), ("export", of_step(4), "-o", "out"),
      ("show", of_step(4)), ("ls", "runs/run"), ("average", of_step(3), of_step(4), "-o", "out")],
-    ids=lambda arguments: f"14-hostile .metadata, {arguments[0]}",
+    ids=lambda arguments: f"14-forged header, {arguments[0]}",
 )  # fmt: skip
-def test_no_command_unpickles_a_hostile_metadata(
+def test_no_command_believes_a_header_that_the_manifest_does_not_bear_out(
     checkpoint: Command, place: Path, arguments: tuple[str, ...], said: Said
 ) -> None:
-    import pickle
-
-    target = place / "executed"
-    (place / of_step(4) / "dcp" / ".metadata").write_bytes(pickle.dumps(Touch(target)))
+    """Tensors of one shape exchange their names in a header, and the manifest is made to fit the file."""
+    forged = place / of_step(4) / shard_file(0)
+    data = forged.read_bytes()
+    for old, new in ((b"layers.0.mlp", b"layers.X.mlp"), (b"layers.1.", b"layers.0."), (b"layers.X.", b"layers.1.")):
+        data = data.replace(old, new)
+    forged.write_bytes(data)
     rewrite_manifest(place / of_step(4))
 
     done = checkpoint(*arguments)
 
-    assert not target.exists()
     assert done.code == (0 if arguments[0] == "ls" else 1)
     assert "Traceback" not in done.err
     if arguments[0] != "ls":
-        assert f"{of_step(4)}/dcp/.metadata" in done.out + done.err
+        assert f"{of_step(4)}/{shard_file(0)}" in done.out + done.err
         said((done.out + done.err).strip())
     if arguments[0] in {"show", "diff"}:
         assert done.out == ""

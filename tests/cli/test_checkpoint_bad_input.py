@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.checkpoint.format.manifest import FORMAT
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.place.hashing import hash_bytes
 from tests.checkpoint.damage import rewrite_manifest
 from tests.cli.fixtures import Command, of_step
@@ -239,7 +240,7 @@ def link_inside(place: Path) -> None:
 
 def shards_changed_places(place: Path) -> None:
     """Lay a shard of another step, of the same name and size, in its place."""
-    one, two = (place / of_step(step) / "dcp" / "__0_0.distcp" for step in (1, 2))
+    one, two = (place / of_step(step) / shard_file(0) for step in (1, 2))
     assert one.stat().st_size == two.stat().st_size
     shutil.copyfile(one, two)
 
@@ -252,12 +253,12 @@ def someone_else_s(place: Path) -> None:
 
 
 ODD_MEMBERS: dict[Callable[[Path], None], str] = {
-    without_manifest: "step-00000002 assets dcp rank trainer.json",
+    without_manifest: "step-00000002 assets rank tensors trainer.json",
     renamed: "step-00000007 2",
     manifest_of_another: "step-00000002 1",
     linked_to_itself: "step-00000002 nothing",
     link_inside: "step-00000002 assets/more",
-    shards_changed_places: "step-00000002/dcp/__0_0.distcp hash",
+    shards_changed_places: f"step-00000002/{shard_file(0)} hash",
     someone_else_s: "step-00000002 DCP",
 }
 """Each with the words that its line has to name."""
@@ -290,7 +291,7 @@ def test_a_later_version_s_checkpoint_does_not_hide_the_others_of_its_run(checkp
     pruned = checkpoint("prune", "runs/run", "--keep-last", "2")
 
     assert (listed.code, verified.code) == (0, 1)
-    assert [line.split()[1] for line in listed.out.splitlines()] == ["0.2", "0.2", "unknown:", "0.2"]
+    assert [line.split()[1] for line in listed.out.splitlines()] == ["0.1", "0.1", "unknown:", "0.1"]
     assert [line.split(":")[0] for line in verified.out.splitlines()] == ["whole", "whole", "unknown", "whole"]
     assert numbers(pruned.out) == [1, 2]  # the step that is deleted, and how many stay
     assert (place / of_step(3)).is_dir()
@@ -326,7 +327,7 @@ def test_options_that_do_not_go_together_are_refused(checkpoint: Command, place:
         of_step(4),
         f"{of_step(4)}/assets",
         f"{of_step(4)}/new",
-        f"{of_step(4)}/dcp/deep/new",
+        f"{of_step(4)}/tensors/deep/new",
         "rows.jsonl",
         "rows.jsonl/new",
         "runs",
@@ -353,7 +354,7 @@ def test_a_diff_says_identical_only_of_bytes_that_are_what_the_manifests_say(
     checkpoint: Command, place: Path, said: Said
 ) -> None:
     shutil.copytree(place / of_step(4), place / "copy")
-    shard = place / of_step(4) / "dcp" / "__0_0.distcp"
+    shard = place / of_step(4) / shard_file(0)
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
 
@@ -365,7 +366,7 @@ def test_a_diff_says_identical_only_of_bytes_that_are_what_the_manifests_say(
 
     assert (whole.code, whole.out) == (0, "identical\n")
     assert (flipped.code, flipped.out) == (1, "")
-    assert f"{of_step(4)}/dcp/__0_0.distcp" in flipped.err
+    assert f"{of_step(4)}/{shard_file(0)}" in flipped.err
     said(flipped.err.partition(" Damaged")[0])
     assert state.code == 1
     assert f"{of_step(3)}/trainer.json" in state.err

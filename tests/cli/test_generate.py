@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.checkpoint.format.shards import shard_file
 from tests.cli.commands import in_a_terminal
 from tests.cli.fixtures import HOLDFAST, write_rows
 from tests.cli.in_process import cli_in_process
@@ -267,7 +268,7 @@ def test_weights_with_another_byte_are_refused_in_an_export_and_in_a_checkpoint(
     assert exported.code == 0, exported.err
     weight = load_file(place / "of-3/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     last_row = weight[-1].numpy().tobytes()
-    flip(place / STEP_3 / "dcp/__1_0.distcp", last_row)
+    flip(place / STEP_3 / shard_file(1), last_row)
     flip(place / "runs/run/exports/final/model.safetensors", None)
 
     export = generated(place, "runs/run/exports/final", "--prompt", "a")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.cli.main import COMMANDS, app
 from holdfast.config.load import load_config
 from holdfast.config.path_kinds import PathKind, recognise
@@ -37,6 +38,10 @@ PLACES: dict[str, PathKind] = {
     "runs/run/checkpoints": K.CHECKPOINTS,
     "runs/run/checkpoints/step-00000002": K.CHECKPOINT,
     "runs/run/checkpoints/step-00000002/manifest.json": K.CHECKPOINT_FILE,
+    "runs/run/checkpoints/step-00000002/tensors": K.CHECKPOINT_FILE,
+    f"runs/run/checkpoints/step-00000002/{shard_file(0)}": K.CHECKPOINT_FILE,
+    "runs/run/checkpoints/step-00000001": K.CHECKPOINT,
+    "tensors/model.safetensors": K.WEIGHTS,
     "runs/run/exports/final": K.EXPORT,
     "runs/run/exports/final-adapter": K.ADAPTER,
     "runs/run/metrics.jsonl": K.RECORD,
@@ -71,7 +76,10 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "runs/run/config.resolved.yaml": RUN,
         "runs/run/metrics.jsonl": '{"step": 1}\n',
         "runs/run/checkpoints/step-00000002/manifest.json": "{}",
-        "runs/run/checkpoints/step-00000002/dcp/.metadata": "",
+        f"runs/run/checkpoints/step-00000002/{shard_file(0)}": "",
+        "runs/run/checkpoints/step-00000001/manifest.json": "{}",
+        "runs/run/checkpoints/step-00000001/dcp/.metadata": "",
+        "tensors/model.safetensors": "x" * 2000,
         "runs/run/exports/final/config.json": model,
         "runs/run/exports/final/holdfast.yaml": RUN,
         "runs/run/exports/final-adapter/adapter_config.json": "{}",
@@ -172,7 +180,7 @@ def test_every_command_that_takes_a_path_says_which_kinds() -> None:
         "plan", "doctor", "report", "watch", "push", "init", "sft", "dpo", "reward", "grpo", "distill", "serve", "eval",
         "prove", "replay", "explain-mismatch", "generate", "checkpoint ls", "checkpoint path", "checkpoint show",
         "checkpoint verify", "checkpoint diff", "checkpoint export", "checkpoint check", "checkpoint import",
-        "checkpoint average", "checkpoint prune", "checkpoint pin", "config show", "config diff", "config import",
+        "checkpoint convert", "checkpoint average", "checkpoint prune", "checkpoint pin", "config show", "config diff", "config import",
         "data preview", "data check", "launch slurm", "launch ray", "model parameters", "model check", "runs ls",
         "runs compare",
     } == commands  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint import verify
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import TINY, write_rows, write_run
 from tests.cli.in_process import cli_in_process
@@ -291,7 +292,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
 
 
 def test_a_damaged_step_is_refused_and_the_later_ones_keep_their_names(warm: WarmPython, place: Path) -> None:
-    file = next((place / CHECKPOINTS / "step-00000002/dcp").glob("*.distcp"))
+    file = place / CHECKPOINTS / "step-00000002" / shard_file(0)
     file.write_bytes(b"?" + file.read_bytes()[1:])
 
     done = sft(warm, place, "checkpoint.resume.from=2")

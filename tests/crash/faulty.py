@@ -13,8 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.place.hashing import HashingWriter
+from holdfast.checkpoint.place.layout import TENSORS
 from holdfast.checkpoint.place.storage import LocalStorage
+
+SHARD = ".safetensors"
+"""End of the names of files of tensors."""
 
 
 def die() -> None:
@@ -27,8 +32,8 @@ class KillingStorage(LocalStorage):
 
     Args:
         root: The directory.
-        place: "before a shard opens", "half a shard", "before .metadata", "between .metadata.tmp and .metadata",
-            "before the rename", "after the rename", "before the trash", "between two trashes" or "half a deletion".
+        place: "before a shard opens", "half a shard", "before the manifest", "half a manifest", "before the rename",
+            "after the rename", "before the trash", "between two trashes" or "half a deletion".
         armed: Whether this rank dies.
     """
 
@@ -43,13 +48,11 @@ class KillingStorage(LocalStorage):
 
     @contextmanager
     def create(self, path: str) -> Iterator[HashingWriter]:
-        if path.endswith(".distcp"):
-            self._die_at("before a shard opens")
-        if path.endswith(".metadata.tmp"):
-            self._die_at("before .metadata")
+        file = "shard" if path.endswith(SHARD) else "manifest" if path.endswith(NAME) else ""
+        self._die_at("before a shard opens" if file == "shard" else f"before the {file}")
         with super().create(path) as writer:
             yield writer
-            if path.endswith(".distcp") and self.armed and self.place == "half a shard":
+            if self.armed and self.place == f"half a {file}":
                 writer.flush()
                 os.truncate(self.path(path), writer.bytes_written // 2)
                 die()
@@ -61,8 +64,6 @@ class KillingStorage(LocalStorage):
         self.sync("")
 
     def rename(self, old: str, new: str) -> None:
-        if new.endswith(".metadata"):
-            self._die_at("between .metadata.tmp and .metadata")
         if new.startswith(".trash-"):
             self._die_at("before the trash")
         super().rename(old, new)
@@ -71,7 +72,7 @@ class KillingStorage(LocalStorage):
 
     def remove(self, path: str) -> None:
         if path.startswith(".trash-") and self.armed and self.place == "half a deletion":
-            shutil.rmtree(self.path(path) / "dcp")
+            shutil.rmtree(self.path(path) / TENSORS)
             die()
         super().remove(path)
 
@@ -110,7 +111,7 @@ class ShortStorage(LocalStorage):
     def create(self, path: str) -> Iterator[HashingWriter]:
         with super().create(path) as writer:
             yield writer
-        if path.endswith(".distcp"):
+        if path.endswith(SHARD):
             os.truncate(self.path(path), writer.bytes_written - 7)
 
 
@@ -160,7 +161,7 @@ class UnopenableStorage(MoodyStorage):
 class SlowStorage(LocalStorage):
     """Waits before each shard, or other files, and tells when: a save that a test can catch in flight."""
 
-    def __init__(self, root: Path, seconds: float, started: Path | None = None, what: str = ".distcp") -> None:
+    def __init__(self, root: Path, seconds: float, started: Path | None = None, what: str = SHARD) -> None:
         super().__init__(root)
         self.seconds, self.started, self.what = seconds, started, what
 

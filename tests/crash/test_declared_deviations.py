@@ -14,6 +14,7 @@ import torch
 
 from holdfast import checkpoint
 from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.keep import find
 from holdfast.parallel.mesh import World
 from tests.checkpoint.damage import rewrite_manifest
@@ -125,7 +126,7 @@ def test_of_another_run_s_checkpoints_nothing_is_renamed(pools: Any, tmp_path: P
     store: dict[str, Any] = {"storage": str(tmp_path / "store")}
     pools(2).run(run, values_of(tmp_path / "here", steps=4, checkpoint=store))
     for step in damaged:
-        flip(tmp_path / "store" / f"step-0000000{step}" / "dcp" / "__1_0.distcp")
+        flip(tmp_path / "store" / f"step-0000000{step}" / shard_file(1))
     (tmp_path / "store" / ".staging-step-00000006-12345678").mkdir()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
 

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointError
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.parallel.mesh import World
@@ -46,9 +47,8 @@ def save_twice(world: World, first: Storage, second: Storage, background: bool =
 
 
 FAULTS = [
-    pytest.param("dcp/__1_0.distcp", errno.ENOSPC, "rank 1 .*No space left", id="16-full disk in a shard of rank 1"),
-    pytest.param("dcp/__0_0.distcp", errno.EIO, "rank 0 .*Input/output error", id="17-EIO in a shard of rank 0"),
-    pytest.param(".metadata.tmp", errno.ENOSPC, "rank 0 .*No space left", id="16-full disk in .metadata"),
+    pytest.param(shard_file(1), errno.ENOSPC, "rank 1 .*No space left", id="16-full disk in a shard of rank 1"),
+    pytest.param(shard_file(0), errno.EIO, "rank 0 .*Input/output error", id="17-EIO in a shard of rank 0"),
     pytest.param("rank/rank-00001.json", errno.EDQUOT, "rank 1 .*Disk quota", id="16-quota in rank 1's own state"),
     pytest.param("manifest.json", errno.ENOSPC, "rank 0 .*No space left", id="16-full disk in the manifest"),
 ]

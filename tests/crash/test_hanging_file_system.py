@@ -28,7 +28,7 @@ signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks the holder to giv
 folder, held = pathlib.Path(sys.argv[1]), {}
 pathlib.Path("holding").touch()
 while True:
-    for file in folder.glob(".staging-step-00000002*/dcp/__1_0.distcp"):
+    for file in folder.glob(".staging-step-00000002*/tensors/shard-00002-*.safetensors"):
         if file.stat().st_ino not in held:
             descriptor = os.open(file, os.O_RDONLY)
             try:

@@ -86,8 +86,8 @@ def test_a_rank_killed_in_any_phase_of_a_save_loses_nothing_that_was_confirmed(
     [
         pytest.param("before a shard opens", 1, id="02-kill rank 1 before its shard opens"),
         pytest.param("half a shard", 1, id="03-kill rank 1 in the middle of its shard"),
-        pytest.param("before .metadata", 0, id="04-kill rank 0 when all shards are there and .metadata is not"),
-        pytest.param("between .metadata.tmp and .metadata", 0, id="05-kill rank 0 before .metadata gets its name"),
+        pytest.param("before the manifest", 0, id="04-kill rank 0 when all shards are there and the manifest is not"),
+        pytest.param("half a manifest", 0, id="05-kill rank 0 in the middle of the manifest"),
         pytest.param("before the rename", 0, id="05-kill rank 0 before the checkpoint gets its name"),
     ],
 )

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from holdfast.checkpoint.place.layout import DCP
+from holdfast.checkpoint.place.layout import TENSORS
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.saving.rehearsal import NONCE, run_rehearsal
 from holdfast.config.load import from_mapping
@@ -228,7 +228,7 @@ AGREED: dict[str, tuple[Callable[[World, str], None], str, str]] = {
     "filter": (filter_that_exits, "DataError", "data.filter exits.py:accept raised SystemExit"),
     "head": (head_of_other_numbers, "ModelError", "follow from its output layer by another rule"),
     "deletion of the nonce": (partial(place_without_deletion, kept=NONCE), "RehearsalFailed", NONCE),
-    "deletion of tensors": (partial(place_without_deletion, kept=DCP), "RehearsalFailed", f"/{DCP})"),
+    "deletion of tensors": (partial(place_without_deletion, kept=TENSORS), "RehearsalFailed", f"/{TENSORS})"),
     "description": (description_that_cannot_be_written, "ConfigError", "config.resolved.yaml"),
     "completions": (completions_that_cannot_be_written, "RunStopped", "completions"),
     "proof": (proof_whose_look_fails, "RunStopped", "could not be written to /nowhere"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint.format.shards import shard_file
 from holdfast.features.plan.counting.kinds import CHECKPOINT
 from holdfast.features.plan.execution.execute import execute
 from holdfast.features.plan.records import Execution, RankSpec
@@ -78,7 +79,7 @@ def test_checkpoints_host_copies_and_exports_take_what_is_planned(
     checkpoint = tmp_path / "r/checkpoints/step-00000001"
     assert made.checkpoint_bytes == pytest.approx(of_files(checkpoint), rel=WITHIN)
     copied = made.steady["save", "cpu"].by_kind[CHECKPOINT]
-    assert copied == pytest.approx((checkpoint / "dcp/__0_0.distcp").stat().st_size, rel=5 * WITHIN)
+    assert copied == pytest.approx((checkpoint / shard_file(0)).stat().st_size, rel=5 * WITHIN)
     assert made.export_bytes == pytest.approx(of_files(tmp_path / "r/exports"), rel=WITHIN)
 
 

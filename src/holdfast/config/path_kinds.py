@@ -35,7 +35,7 @@ class PathKind(StrEnum):
     RUN_FILE = "the configuration file of a run"
     FOREIGN_CONFIG = "a configuration file of another system"
     RECORD = "a file that a run wrote"
-    CHECKPOINT_FILE = "a file of a checkpoint"
+    CHECKPOINT_FILE = "a part of a checkpoint"
     ROWS = "a file of rows"
     ROWS_DIRECTORY = "a directory of rows"
     LFS_POINTER = "a git-lfs pointer"
@@ -91,6 +91,8 @@ _SCRIPTS = (".py", ".ipynb", ".sh")
 _CONFIGURATIONS = (".yaml", ".yml", ".json")
 _OF_A_RUN = ("metrics.jsonl", "events.jsonl", "run.json", "versions.json", "plan.json", "report.html", "samples.jsonl")
 _OF_A_CHECKPOINT = ("manifest.json", "trainer.json")
+_TENSORS = "tensors"
+"""Folder of a checkpoint."""
 
 Kind = tuple[PathKind, dict[str, str]]
 
@@ -101,8 +103,10 @@ def _directory(directory: Path) -> Kind:
         names.add(entry.name)
     if _is_run(directory, names):
         return K.RUN, _facts_of_run(directory)
-    if {"manifest.json", "dcp"} <= names:
+    if "manifest.json" in names and {_TENSORS, "dcp"} & names:  # dcp: a format that `checkpoint convert` takes
         return K.CHECKPOINT, _run_above(directory, 2)
+    if directory.name == _TENSORS and recognise(directory.parent).kind is K.CHECKPOINT:
+        return K.CHECKPOINT_FILE, {"checkpoint": str(directory.parent)}
     if any(_STEP.fullmatch(name) for name in names):
         return K.CHECKPOINTS, _run_above(directory, 1)
     return _model_directory(directory, names) or _other_directory(directory, names)
@@ -139,6 +143,8 @@ def _file(file: Path) -> Kind:
     for names, kind, above in ((_OF_A_RUN, K.RECORD, K.RUN), (_OF_A_CHECKPOINT, K.CHECKPOINT_FILE, K.CHECKPOINT)):
         if file.name in names and recognise(file.parent).kind is above:
             return kind, {"run": str(file.parent), "checkpoint": str(file.parent)}
+    if file.parent.name == _TENSORS and recognise(file.parent).kind is K.CHECKPOINT_FILE:
+        return K.CHECKPOINT_FILE, {"checkpoint": str(file.parent.parent)}
     if file.name.endswith(_WEIGHTS):
         return K.WEIGHTS, {}
     if file.name.endswith(_SCRIPTS):

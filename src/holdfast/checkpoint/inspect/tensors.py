@@ -14,7 +14,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, No
 from holdfast.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
 from holdfast.checkpoint.format.shards import Stored, layouts_of
 from holdfast.checkpoint.format.snapshot import AVERAGE, MODEL
-from holdfast.checkpoint.format.verification import patiently
+from holdfast.checkpoint.format.verification import check_headers, patiently
 from holdfast.checkpoint.place.hashing import hash_range
 from holdfast.checkpoint.place.memory import memory_for, memory_of
 from holdfast.checkpoint.place.storage import Storage
@@ -41,7 +41,8 @@ class StoredCheckpoint:
 
     @cached_property
     def _stored(self) -> dict[tuple[str, str], Stored]:
-        """Where each chunk is, by file and tensor."""
+        """Where each chunk is, by file and tensor, after the headers of all files were compared."""
+        check_headers(self.storage, self.name, self.manifest)
         return {
             (file, stored.piece.key): stored
             for file, layout in layouts_of(self.manifest).items()
@@ -52,7 +53,7 @@ class StoredCheckpoint:
         """Return a whole tensor by its name in the manifest.
 
         Raises:
-            CheckpointCorrupt: Its bytes are not those that were saved.
+            CheckpointCorrupt: Its bytes, or the header of a file of tensors, are not those that were saved.
             CheckpointUnreadable: They cannot be read, also after some patience, or this machine is short of memory.
         """
         entry = self.manifest.tensors[key]
