@@ -214,8 +214,8 @@ class Holdfast(System):
         """Load the newest verified step."""
         from holdfast import checkpoint
         from holdfast.checkpoint.calls import call
-        from holdfast.checkpoint.keep.choose import newest_verified
         from holdfast.checkpoint.format.verification import verified_manifest
+        from holdfast.checkpoint.keep.choose import newest_verified
         from holdfast.checkpoint.place.storage import open_storage
         from holdfast.errors import RankFailed
 
