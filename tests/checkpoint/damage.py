@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.format.manifest import NAME, FileEntry, Manifest, parse
+from holdfast.checkpoint.format.manifest import _HASH_KEY, NAME, FileEntry, Manifest, _canonical, parse
 from holdfast.checkpoint.format.shards import layouts_of, shard_file
-from holdfast.checkpoint.place.hashing import hash_file
+from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
 
 PAGE = 4096
 SHARDS = tuple(map(shard_file, range(3)))
@@ -61,6 +62,14 @@ def place_of(checkpoint: Path, key: str, number: int = 0) -> tuple[Path, int, in
     file = manifest.tensors[key].chunks[number].file
     stored = next(stored for stored in layouts_of(manifest)[file].chunks if stored.piece.key == key)
     return checkpoint / file, stored.start, stored.piece.bytes_
+
+
+def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest as JSON, whatever it is then, and make its own hash fit."""
+    outer = json.loads((checkpoint / NAME).read_bytes())
+    change(outer["manifest"])
+    sealed = {**outer, _HASH_KEY: hash_bytes(_canonical(outer["manifest"]))}
+    (checkpoint / NAME).write_bytes(_canonical(sealed))
 
 
 class Touch:

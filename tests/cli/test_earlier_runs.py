@@ -1,4 +1,4 @@
-"""What a release wrote stays readable: its runs are verified, exported and continued to the numbers it made itself.
+"""What a release wrote stays readable: its runs are converted, verified, exported and continued to its own numbers.
 
 Each archive holds a run's directory as it was after step 2, and what the version in its name made of steps 3 and 4
 (`tests/earlier/record.py`).
@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 
 from holdfast.checkpoint import verify
 from tests.archives import unpack
+from tests.cli.in_process import cli_in_process
 from tests.cli.screens import resumed_at
 from tests.cli.warm import WarmPython
+from tests.messages import lacks
 
 HERE = Path(__file__).parents[1] / "earlier"
 ARCHIVES = sorted(path.name.removesuffix(".tar.xz") for path in HERE.glob("*.tar.xz"))
@@ -27,7 +29,9 @@ MASKED = ("timing/", "time", "throughput/", "memory/", "seconds")
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ARCHIVES)
-def test_what_a_release_wrote_is_verified_exported_and_continued(warm: WarmPython, tmp_path: Path, name: str) -> None:
+def test_what_a_release_wrote_is_converted_verified_exported_and_continued(
+    warm: WarmPython, tmp_path: Path, name: str
+) -> None:
     verb = name.partition("-")[0]
     for file in (f"{verb}.yaml", "digits.py"):
         shutil.copy(HERE / file, tmp_path)
@@ -36,6 +40,13 @@ def test_what_a_release_wrote_is_verified_exported_and_continued(warm: WarmPytho
     directory = (tmp_path / "unpacked" / "run").rename(tmp_path / "runs" / verb)
     expected = tmp_path / "unpacked" / "expected"
     saved = directory / "checkpoints" / "step-00000002"
+    before_it = bytes_of(saved)
+    refused = warm.run("-m", "holdfast.cli.main", verb, f"{verb}.yaml", cwd=tmp_path)
+    assert refused.code == 2, refused.err
+    assert lacks(refused.err, f"`holdfast checkpoint convert {saved.relative_to(tmp_path)}`") == []
+    assert bytes_of(saved) == before_it
+    converted = cli_in_process("checkpoint", "convert", f"runs/{verb}", cwd=tmp_path)
+    assert converted.code == 0, converted.err
     assert verify(str(saved)).step == 2
 
     exported = warm.run("-m", "holdfast.cli.main", "checkpoint", "export", str(saved), "-o", "step-2", cwd=tmp_path)
@@ -58,6 +69,11 @@ def test_what_a_release_wrote_is_verified_exported_and_continued(warm: WarmPytho
         limits = {"rtol": 0.0, "atol": 0.0} if file.stem == "step-2" else {"rtol": 1e-6, "atol": 1e-7}
         for key, value in earlier_weights.items():
             torch.testing.assert_close(weights[key], value, **limits)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def numbers_of(path: Path) -> dict[int, dict[str, float]]:

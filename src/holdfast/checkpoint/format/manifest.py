@@ -10,12 +10,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.errors import UserError
 from holdfast.files import parse_json, size_words
+
+T = TypeVar("T")
 
 FORMAT = 3
 """The format that is written and read: tensors are in safetensors files."""
@@ -196,7 +198,7 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
     if set(body) != field_names:
         raise ValueError(f"its fields differ: {sorted(set(body) ^ field_names)}")
     values = dict(body)
-    values["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    values["files"] = {name: _file(FileEntry(**entry)) for name, entry in body["files"].items()}
     values["tensors"] = {name: _tensor(entry) for name, entry in body["tensors"].items()}
     values["contents"] = tuple(body["contents"])
     values["ties"] = {name: tuple(aliases) for name, aliases in body["ties"].items()}
@@ -222,15 +224,31 @@ def _check_optimizer(section: Mapping[str, Any]) -> None:
         keys.items()
 
 
+def _file(entry: FileEntry) -> FileEntry:
+    return FileEntry(_typed(int, entry.size), _typed(str, entry.hash))
+
+
 def _tensor(entry: Mapping[str, Any]) -> TensorEntry:
     chunks = tuple(
-        Chunk(_numbers(chunk["offsets"]), _numbers(chunk["sizes"]), chunk["hash"], chunk["file"])
+        Chunk(
+            _numbers(chunk["offsets"]),
+            _numbers(chunk["sizes"]),
+            _typed(str, chunk["hash"]),
+            _typed(str, chunk["file"]),
+        )
         for chunk in entry["chunks"]
     )
-    return TensorEntry(_numbers(entry["shape"]), entry["dtype"], chunks, entry["requires_grad"])
+    shape, dtype = _numbers(entry["shape"]), _typed(str, entry["dtype"])
+    return TensorEntry(shape, dtype, chunks, _typed(bool, entry["requires_grad"]))
+
+
+def _typed(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+    return value
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    if not all(type(value) is int for value in values):
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise TypeError("a shape is no list of integers")
     return tuple(values)

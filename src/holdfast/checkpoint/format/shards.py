@@ -163,6 +163,8 @@ def overlap(
 
 def gap(shape: tuple[int, ...], chunks: Iterable[Chunk]) -> str | None:
     """Return in which way chunks do not tile a tensor; None if they do."""
+    if any(size < 0 for size in shape) or prod(max(size, 1) for size in shape) >= 2**63:  # torch's limit of strides
+        return f"no tensor has the shape {list(shape)}"
     ordered = sorted(chunks, key=lambda chunk: (chunk.offsets, chunk.sizes))
     for chunk in ordered:
         inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(

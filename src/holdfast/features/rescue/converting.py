@@ -7,30 +7,38 @@ with its hash before it is written again; what is written is verified before it 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.calls import place_of
-from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.manifest import FORMAT, NAME, FileEntry, Manifest, OtherFormat, parse, parse_as
 from holdfast.checkpoint.format.shards import hashes_of, layouts_of, shard_file
-from holdfast.checkpoint.format.verification import check_listed, damage, damaged_files, verify_checkpoint
+from holdfast.checkpoint.format.verification import (
+    check_listed,
+    damage,
+    damaged_files,
+    read_manifest,
+    verify_checkpoint,
+)
 from holdfast.checkpoint.keep.find import folder_of
 from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.place.hashing import hash_tensor
-from holdfast.checkpoint.place.layout import ASSETS, RANK, STAGING, TENSORS, fresh
+from holdfast.checkpoint.place.layout import ASSETS, FOLDER, RANK, STAGING, TENSORS, fresh, step_of
 from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.memory import memory_of
 from holdfast.checkpoint.place.storage import LocalStorage, exchange
 from holdfast.errors import UserError
 from holdfast.features.rescue.reading.dcp_directory import DcpDirectory
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, TensorPiece
-from holdfast.files import parse_json
 
 EARLIER = 2
 """The format that is read here."""
 _DCP = "dcp"
+_ASIDE = f".format-{EARLIER}"
+"""End of the name of a checkpoint while the one that was made of it takes its place."""
 
 
 def convert(path: str) -> Iterator[str]:
@@ -47,30 +55,49 @@ def convert(path: str) -> Iterator[str]:
     """
     if "://" in path:
         raise UserError(f"{path} is in an object store. Copy it to a disk, convert it there, and copy it back.")
-    storage, names = _checkpoints(path)
-    hashes: dict[str, str] = {}
+    storage, single = _place(path)
     with Lease(Path(storage.root)):
-        for name in names:
+        _put_back(storage)
+        for name in [single] if single else list(steps(storage).values()):
             data, full_path = storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}"
             try:
                 parse(data, f"{full_path}/{NAME}")
                 yield f"{full_path} has format {FORMAT} already"
             except OtherFormat:
                 earlier = parse_as(EARLIER, data, f"{full_path}/{NAME}", _with_files)
-                parent = hashes.get(earlier.parent or "", earlier.parent)
-                manifest = _converted(storage, name, replace(earlier, parent=parent))
-                hashes[parse_json(data)["xxh3_128"]] = manifest.hash
+                manifest = _converted(storage, name, replace(earlier, parent=_parent(storage, earlier)))
                 counts = f"{len(manifest.tensors)} tensors, {len(manifest.files)} files"
                 yield f"{full_path} has format {FORMAT} now: {counts}"
 
 
-def _checkpoints(path: str) -> tuple[LocalStorage, list[str]]:
-    """Return the directory of checkpoints, and the names of those that a path means."""
-    single, name = place_of(str(Path(path).absolute()))
-    if single.exists(f"{name}/{NAME}"):
-        return LocalStorage(Path(single.root)), [name]
-    storage = folder_of(path)
-    return LocalStorage(Path(storage.root)), list(steps(storage).values())
+def _place(path: str) -> tuple[LocalStorage, str | None]:
+    """Return the directory of the checkpoints that a path means, and the name of a single one."""
+    folder, name = place_of(str(Path(path).absolute()))
+    if any(folder.exists(f"{each}/{NAME}") for each in (name, name + _ASIDE)):
+        return LocalStorage(Path(folder.root)), name
+    for candidate in (LocalStorage(Path(path) / FOLDER), LocalStorage(Path(path))):
+        if any(step_of(each.removesuffix(_ASIDE)) is not None for each in candidate.names()):
+            return candidate, None
+    return LocalStorage(Path(folder_of(path).root)), None  # which says what it is instead
+
+
+def _put_back(storage: LocalStorage) -> None:
+    """Give checkpoints their names again that a crash between two renames left under another one."""
+    for aside in storage.names():
+        name = aside.removesuffix(_ASIDE)
+        if aside != name and step_of(name) is not None and not storage.exists(name):
+            storage.rename(aside, name)
+
+
+def _parent(storage: LocalStorage, earlier: Manifest) -> str | None:
+    """Return the hash of the checkpoint that a run saved before: it has another one since it was converted."""
+    before = None if earlier.parent_step is None else steps(storage).get(earlier.parent_step)
+    if before is not None:
+        with suppress(NoCheckpoint, CheckpointError, OtherFormat):
+            manifest = read_manifest(storage, before)
+            if manifest.run_id == earlier.run_id:
+                return manifest.hash
+    return earlier.parent
 
 
 def _with_files(body: Any) -> Any:
@@ -175,8 +202,8 @@ def _pieces(folder: Path, earlier: Manifest) -> dict[tuple[str, tuple[int, ...]]
 def _take_place(storage: LocalStorage, staging: str, name: str) -> None:
     """Put a written checkpoint in the place of the one that it was written from, which has the name `staging` then."""
     if not exchange(storage.path(staging), storage.path(name)):
-        # Between the two renames a crash leaves the earlier one under a name that no start removes.
-        aside = f"{name}.format-{EARLIER}"
+        # Between the two renames a crash leaves the earlier one under a name that no start removes (`_put_back`).
+        aside = f"{name}{_ASIDE}"
         storage.rename(name, aside)
         storage.rename(staging, name)
         storage.sync("")

@@ -34,6 +34,8 @@ STORAGES = {
     "UntypedStorage": torch.uint8,
     "Float8_e4m3fnStorage": torch.float8_e4m3fn,
     "Float8_e5m2Storage": torch.float8_e5m2,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
 }
 
 _DTENSOR = frozenset(
@@ -161,7 +163,8 @@ class _Unpickler(pickle.Unpickler):
     def _stand_in_for(self, module: str, name: str, dotted: str) -> Any:
         if dotted in self._extra:
             return self._extra[dotted]
-        if module == "torch" and name in STORAGES:
+        # What has no storage type of its own, as float8, is saved as bytes by the class where it is defined.
+        if (module == "torch" or dotted == "torch.storage.UntypedStorage") and name in STORAGES:
             return STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
