@@ -59,7 +59,7 @@ def test_what_was_once_declared_stands_in_all_later_manifests(pools: Any, tmp_pa
     pools(2).run(run, values_of(tmp_path, steps=10, checkpoint=few, **averaged))
     pools(2).run(run, values_of(tmp_path, steps=14, checkpoint=few | {"resume": {"changed": ["objective"]}}))
 
-    assert first[0] == "objective: data.average (changed)"
+    assert first[0] == "objective: data.average token_mean -> sequence_mean (changed)"
     assert f"\n{first[0]}\n" in told[0]
     assert len(first) > 1
     assert all("layers.0." in line and "unfreeze" in line for line in first[1:])
