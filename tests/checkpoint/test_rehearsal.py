@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast import checkpoint
@@ -31,6 +33,7 @@ from holdfast.recipes.sft import sft
 from holdfast.training.setup.begin import Live
 from tests.checkpoint.cases import build, contents, optimizer_of, step
 from tests.crash.disks import Remount, disk
+from tests.crash.processes import run_doomed
 from tests.training.cases import tree
 
 __all__ = ["disk"]
@@ -196,6 +199,41 @@ def test_a_copy_on_the_host_pins_nothing() -> None:
 
     assert seconds > 0
     assert pinning_seconds == 0.0
+
+
+def growth_of_a_rehearsal(world: World, directory: str, trained: bool) -> tuple[int, int]:
+    """Return the peak of this rank's resident memory in a rehearsal, less that before it, and the bytes of its state.
+
+    The kernel keeps the peak (VmHWM), and forgets it where 5 is written to clear_refs.
+    """
+    process = Path("/proc/self")
+    model = fully_shard(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(32))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.rehearse(directory, torch.nn.Linear(3, 3))  # what a first rehearsal imports is no state
+    if trained:
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = int((process / "statm").read_text().split()[1]) * resource.getpagesize()
+    (process / "clear_refs").write_text("5")
+
+    checkpoint.rehearse(directory, model, optimizer)
+
+    peak = next(line for line in (process / "status").read_text().splitlines() if line.startswith("VmHWM"))
+    values = sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
+    return int(peak.split()[1]) * 1024 - before, 3 * values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trained", "share"), [(False, 2 / 3), (True, 0)], ids=["zeros of the optimizer", "no state"])
+def test_a_rehearsal_holds_no_copy_of_the_state(tmp_path: Path, trained: bool, share: float) -> None:
+    """Before the first step it holds the state that the optimizer lacks, which is 2/3 of AdamW's; never a copy."""
+    ended = run_doomed(growth_of_a_rehearsal, 2, str(tmp_path), trained)
+
+    assert [(end.code, end.error) for end in ended] == [(0, None)] * 2
+    for grown, state in (end.value for end in ended):
+        assert state == 3 * 64 * 2**20
+        assert grown <= (share + 0.1) * state + 16 * 2**20
 
 
 @pytest.mark.gpu
