@@ -47,6 +47,7 @@ def keep_nothing_back() -> None:
     """Let this process return memory to the system when it is freed, so that all it gets is counted by the limit."""
     library = ctypes.CDLL(None)
     library.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: larger blocks are mappings of their own
+    library.mallopt(-8, 1)  # M_ARENA_MAX: a thread that allocates first reserves 64 MiB otherwise, at any time
     library.malloc_trim(0)
 
 
