@@ -53,6 +53,7 @@ class System:
     """DCP as torch's tutorial shows it: get_state_dict, dcp.save into a directory, dcp.load, set_state_dict."""
 
     distribution: ClassVar[str] = "torch"
+    data_pattern: ClassVar[str] = "*.distcp"
     without: ClassVar[frozenset[str]] = frozenset()
     """Changes that mean nothing to it."""
     model: nn.Module
@@ -166,7 +167,7 @@ class System:
 
     def data_files(self, place: str) -> list[Path]:
         """Return the files that hold tensors."""
-        return sorted(Path(place).rglob("*.distcp"))
+        return sorted(Path(place).rglob(self.data_pattern))
 
     def pickles(self, place: str) -> list[Path]:
         """Return the files that are pickles."""
@@ -174,7 +175,7 @@ class System:
 
     def index_files(self, place: str) -> list[Path]:
         """Return the files that say which tensor is where."""
-        names = {".metadata", "model.safetensors.index.json"}
+        names = {".metadata", "model.safetensors.index.json", "manifest.json"}
         return sorted(path for path in Path(place).rglob("*") if path.name in names)
 
     def trains_alike(self, place: str) -> bool:
@@ -197,6 +198,7 @@ class Holdfast(System):
     """Ours: a directory for each step; a load takes the newest verified one."""
 
     distribution = "holdfast"
+    data_pattern = "*.safetensors"
 
     @staticmethod
     def preload() -> None:
@@ -279,6 +281,7 @@ class Transformers(System):
     """save_pretrained in shards and from_pretrained: weights only, rank 0 writes, every rank reads."""
 
     distribution = "transformers"
+    data_pattern = "*.safetensors"
     without = frozenset({"frozen", "gradients", "optimizer", "own"})
 
     @staticmethod
@@ -324,10 +327,6 @@ class Transformers(System):
         """Load into a model of this configuration."""
         dtype = torch.bfloat16 if self.change == "dtype" else torch.float32
         self.model = type(self.model).from_pretrained(place, config=self.config, dtype=dtype)  # type: ignore[attr-defined]
-
-    def data_files(self, place: str) -> list[Path]:
-        """Return the files that hold tensors."""
-        return sorted(Path(place).glob("*.safetensors"))
 
     def pickles(self, place: str) -> list[Path]:  # noqa: ARG002 - as above
         """Return none."""

@@ -256,8 +256,8 @@ def verify(path: str, level: verification.Level = "tensors") -> Manifest:
 
     Args:
         path: The checkpoint's directory or URL, as in `save`.
-        level: "names" compares names and sizes of files, "files" also their hashes, "tensors" also every chunk that
-            DCP stored.
+        level: "names" compares names and sizes of files, "files" also their hashes, "tensors" also the header of every
+            file of tensors and every chunk in it.
 
     Raises:
         NoCheckpoint: The path holds no checkpoint.

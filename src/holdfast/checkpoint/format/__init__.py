@@ -1,1 +1,1 @@
-"""The format of a checkpoint: manifest, snapshot in memory, DCP files, and their verification."""
+"""The format of a checkpoint: manifest, snapshot in memory, files of tensors, and their verification."""

@@ -46,8 +46,8 @@ from holdfast.training.saving.run_snapshot import Contents
 from holdfast.training.setup.optimizers import averages_of, build_optimizer, stacks_of, vocabulary_of
 from holdfast.types import answered_by
 
-CHUNK_BYTES = 2_100
-"""What torch.save, the DCP's metadata and the manifest say of one stored chunk besides its numbers."""
+CHUNK_BYTES = 560
+"""Size of what a file's header and the manifest say of one stored chunk."""
 _NOT_WRITTEN = (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What transformers raises where it cannot write one of its files."""
 
