@@ -164,7 +164,7 @@ def parse_as(number: int, data: bytes, path: str, present: Callable[[Any], Any])
         if hash_bytes(_canonical(body)) != outer[_HASH_KEY] or _canonical(outer) != data:
             raise CheckpointCorrupt(f"{path} is damaged: its own hash does not fit.")
         # Looked at after the hash: a flipped bit must not look like another version.
-        if isinstance(body["format"], int) and body["format"] != number:
+        if type(body["format"]) is int and body["format"] != number:
             raise OtherFormat(_other_format(path, body["format"]))
         return _manifest_of(present(body))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -200,12 +200,32 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
     values = dict(body)
     values["files"] = {name: _file(FileEntry(**entry)) for name, entry in body["files"].items()}
     values["tensors"] = {name: _tensor(entry) for name, entry in body["tensors"].items()}
-    values["contents"] = tuple(body["contents"])
-    values["ties"] = {name: tuple(aliases) for name, aliases in body["ties"].items()}
-    values["deviations"] = tuple(body["deviations"])
+    values["contents"] = tuple(_all(str, body["contents"]))
+    values["ties"] = {name: tuple(_all(str, aliases)) for name, aliases in body["ties"].items()}
+    values["deviations"] = tuple(_all(str, body["deviations"]))
+    _check_plain(body)
     if body["optimizer"] is not None:
-        _check_optimizer(body["optimizer"])
+        _check_optimizer(_typed(dict, body["optimizer"]))
     return Manifest(**values)
+
+
+def _check_plain(body: Mapping[str, Any]) -> None:
+    """Check the types of the fields that are plain values or mappings of them.
+
+    Raises:
+        TypeError: One has another type.
+    """
+    for name, kind in (("run_id", str), ("step", int), ("format", int), ("finite", bool)):
+        _typed(kind, body[name])
+    for name, optional in (("parent", str), ("parent_step", int)):
+        if body[name] is not None:
+            _typed(optional, body[name])
+    _all(int, _typed(dict, body["mesh"]).values())
+    _all(str, _typed(dict, body["versions"]).values())
+    _typed(dict, body["fingerprints"])
+    for value in (body["seconds"], *(value for value in _typed(dict, body["metrics"]).values() if value is not None)):
+        if type(value) not in {int, float}:
+            raise TypeError(f"{value!r:.40} is not a number")
 
 
 def _check_optimizer(section: Mapping[str, Any]) -> None:
@@ -221,7 +241,7 @@ def _check_optimizer(section: Mapping[str, Any]) -> None:
             raise TypeError("a group of the optimizer names no parameters")
         group["hyperparameters"].items()
     for keys in (*section["values"].values(), *section.get("wrapped", {}).values()):
-        keys.items()
+        _typed(dict, keys)
 
 
 def _file(entry: FileEntry) -> FileEntry:
@@ -244,11 +264,15 @@ def _tensor(entry: Mapping[str, Any]) -> TensorEntry:
 
 def _typed(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
-        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+        raise TypeError(f"{value!r:.40} is not of the type {kind.__name__}")
     return value
+
+
+def _all(kind: type[T], values: Any) -> list[T]:
+    return [_typed(kind, value) for value in values]
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise TypeError("a shape is no list of integers")
+        raise TypeError("a shape is not a list of integers")
     return tuple(values)

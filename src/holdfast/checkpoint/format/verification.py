@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.format.manifest import NAME, Manifest, parse
 from holdfast.checkpoint.format.other_systems import describe_foreign
-from holdfast.checkpoint.format.shards import ShardLayout, check_layout, hashes_of, layouts_of
+from holdfast.checkpoint.format.shards import ShardLayout, Stored, check_layout, hashes_of, layouts_of
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_range
 from holdfast.checkpoint.place.layout import step_of
 from holdfast.checkpoint.place.memory import memory_for
@@ -287,14 +287,22 @@ def _differing(storage: Storage, name: str, manifest: Manifest, files: Sequence[
     hashes = hashes_of(manifest)
     for file, layout in layouts_of(manifest).items():
         for stored in layout.chunks if file in files else ():
-            path, piece = f"{name}/{file}", stored.piece
+            if _chunk_differs(storage, f"{name}/{file}", stored, hashes[file, stored.piece.key]):
+                yield stored.piece.key
 
-            def read(path: str = path, start: int = stored.start, size: int = piece.bytes_) -> str:
-                with storage.open(path) as opened:
-                    return hash_range(opened, start, size)
 
-            if patiently(f"{storage.root}/{path}", read) != hashes[file, piece.key]:
-                yield piece.key
+def _chunk_differs(storage: Storage, path: str, stored: Stored, expected: str) -> bool:
+    """Return whether two reads of a chunk, with one of the whole file from the disk between them, have another hash."""
+    full_path = f"{storage.root}/{path}"
+
+    def read() -> str:
+        with storage.open(path) as opened:
+            return hash_range(opened, stored.start, stored.piece.bytes_)
+
+    if patiently(full_path, read) == expected:
+        return False
+    patiently(full_path, lambda: storage.hash(path, from_disk=True))
+    return patiently(full_path, read) != expected
 
 
 def verify_checkpoint(storage: Storage, name: str, level: Level = "tensors") -> Manifest:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from holdfast.checkpoint.place.layout import (
 )
 from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.place.storage import Storage
+from holdfast.errors import ConfigError
 from holdfast.files import NotRegular, parse_json
 
 
@@ -247,6 +248,20 @@ def put_aside(storage: Storage, name: str, aside: str | None = None) -> None:
     """
     storage.rename(name, aside or fresh(QUARANTINE, name))
     storage.sync("")  # else a power cut could keep the next checkpoint of this name and not this rename
+
+
+@contextmanager
+def changing(storage: Storage) -> Iterator[None]:
+    """Raise a `ConfigError` where a place of checkpoints does not answer, or does not take a change."""
+    try:
+        yield
+    except NotRegular:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"{storage.root}, where this run's checkpoints are, cannot be changed: {error.strerror or error}. What was "
+            "saved is there. Mend its permissions, its disk or its network, and start the same command again."
+        ) from error
 
 
 def remove_leftovers(storage: Storage, *, wait: bool = False) -> None:

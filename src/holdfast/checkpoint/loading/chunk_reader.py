@@ -25,7 +25,7 @@ from holdfast.checkpoint.format.verification import (
 )
 from holdfast.checkpoint.loading.matching import Target
 from holdfast.checkpoint.place.hashing import hash_range, hash_tensor
-from holdfast.checkpoint.place.memory import memory_of, new_memory
+from holdfast.checkpoint.place.memory import memory_for, memory_of, new_memory
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part
@@ -218,7 +218,9 @@ def check_read_back(
         CheckpointUnreadable: As `ChunkReader.read`.
     """
     boxes = {key: chunk_of(live) for key, live in tensors.items()}
-    expected = {key: hash_tensor(local_part(live)) for key, live in tensors.items() if local_part(live).numel()}
+    expected: dict[str, str] = {}
+    with ranks.together(), memory_for(f"{storage.root}/{name}"):
+        expected |= {key: hash_tensor(local_part(live)) for key, live in tensors.items() if local_part(live).numel()}
     read: dict[str, str] = {}
     stored = [(key, chunk) for key, entry in manifest.tensors.items() for chunk in entry.chunks]
     hashes = {(key, chunk.offsets, chunk.sizes): chunk.hash for key, chunk in stored}

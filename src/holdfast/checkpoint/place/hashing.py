@@ -32,7 +32,7 @@ def hash_bytes(data: bytes | memoryview) -> str:
 
 def hash_tensor(tensor: Tensor) -> str:
     """Return the hash of a tensor's bytes in row-major order, whatever device or strides it has."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     # Memory that `Tensor.numpy` has shown once can never be given away again, as parallel/host_memory.py does.
     return str(xxhash.xxh3_128_hexdigest(np.from_dlpack(data).data))
 

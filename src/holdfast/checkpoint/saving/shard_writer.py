@@ -131,5 +131,5 @@ def _read(snapshot: Snapshot, key: str) -> _Content:
 
 
 def _content(tensor: Tensor) -> _Content:
-    host = tensor.detach().cpu().contiguous()
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return _Content(host, hash_tensor(host), is_finite(host))

@@ -21,6 +21,7 @@ from holdfast.checkpoint.format.verification import (
     damage,
     damaged_files,
     read_manifest,
+    verified_bytes,
     verify_checkpoint,
 )
 from holdfast.checkpoint.keep.find import folder_of
@@ -50,7 +51,7 @@ def convert(path: str) -> Iterator[str]:
     Raises:
         NoCheckpoint: No checkpoint is there.
         DirectoryTaken: A run is using the directory.
-        CheckpointCorrupt: A checkpoint is damaged; it stays as it is.
+        CheckpointCorrupt: A checkpoint is damaged; it stays as it is, and the others of the run are converted.
         UserError: The path is a URL.
     """
     if "://" in path:
@@ -58,23 +59,38 @@ def convert(path: str) -> Iterator[str]:
     storage, single = _place(path)
     with Lease(Path(storage.root)):
         _put_back(storage)
+        errors: list[CheckpointError] = []
         for name in [single] if single else list(steps(storage).values()):
-            data, full_path = storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}"
+            if not storage.exists(f"{name}/{NAME}"):
+                yield f"{storage.root}/{name} has no {NAME}, so Holdfast did not write it; it is left as it is"
+                continue
             try:
-                parse(data, f"{full_path}/{NAME}")
-                yield f"{full_path} has format {FORMAT} already"
-            except OtherFormat:
-                earlier = parse_as(EARLIER, data, f"{full_path}/{NAME}", _with_files)
-                manifest = _converted(storage, name, replace(earlier, parent=_parent(storage, earlier)))
-                counts = f"{len(manifest.tensors)} tensors, {len(manifest.files)} files"
-                yield f"{full_path} has format {FORMAT} now: {counts}"
+                yield _line(storage, name)
+            except CheckpointError as error:  # the others are converted all the same
+                errors.append(error)
+                yield f"not converted: {error}"
+        if errors:
+            raise errors[0]
+
+
+def _line(storage: LocalStorage, name: str) -> str:
+    """Convert a checkpoint, unless it has the present format, and return a line about it."""
+    data, full_path = storage.read(f"{name}/{NAME}"), f"{storage.root}/{name}"
+    try:
+        parse(data, f"{full_path}/{NAME}")
+    except OtherFormat:
+        earlier = parse_as(EARLIER, data, f"{full_path}/{NAME}", _with_files)
+        real = storage.path(name).resolve()  # a checkpoint may be a link to another disk, and stays there
+        manifest = _converted(LocalStorage(real.parent), real.name, replace(earlier, parent=_parent(storage, earlier)))
+        return f"{full_path} has format {FORMAT} now: {len(manifest.tensors)} tensors, {len(manifest.files)} files"
+    return f"{full_path} has format {FORMAT} already"
 
 
 def _place(path: str) -> tuple[LocalStorage, str | None]:
     """Return the directory of the checkpoints that a path means, and the name of a single one."""
     folder, name = place_of(str(Path(path).absolute()))
     if any(folder.exists(f"{each}/{NAME}") for each in (name, name + _ASIDE)):
-        return LocalStorage(Path(folder.root)), name
+        return LocalStorage(Path(folder.root)), name.removesuffix(_ASIDE)
     for candidate in (LocalStorage(Path(path) / FOLDER), LocalStorage(Path(path))):
         if any(step_of(each.removesuffix(_ASIDE)) is not None for each in candidate.names()):
             return candidate, None
@@ -82,11 +98,20 @@ def _place(path: str) -> tuple[LocalStorage, str | None]:
 
 
 def _put_back(storage: LocalStorage) -> None:
-    """Give checkpoints their names again that a crash between two renames left under another one."""
+    """Give checkpoints their names again that a crash between two renames left under another one.
+
+    Where the crash came after the second rename, the earlier one is removed once the present one verifies.
+    """
     for aside in storage.names():
         name = aside.removesuffix(_ASIDE)
-        if aside != name and step_of(name) is not None and not storage.exists(name):
+        if aside == name or step_of(name) is None:
+            continue
+        if not storage.exists(name):
             storage.rename(aside, name)
+            continue
+        with suppress(NoCheckpoint, CheckpointError, OtherFormat):
+            verify_checkpoint(storage, name)
+            storage.remove(aside)
 
 
 def _parent(storage: LocalStorage, earlier: Manifest) -> str | None:
@@ -127,6 +152,9 @@ def _converted(storage: LocalStorage, name: str, earlier: Manifest) -> Manifest:
         except DamagedFile as error:
             raise CheckpointCorrupt(f"{full_path}/{_DCP} {error}.") from error
         verify_checkpoint(storage, staging)
+        damaged = damaged_files(storage, staging, manifest, sorted(manifest.files), from_disk=True)
+        if damaged:  # the disk has other bytes than the page cache
+            raise CheckpointCorrupt(damage(f"{storage.root}/{staging}", damaged, []))
         for folder in (TENSORS, RANK, ASSETS, ""):
             storage.sync(f"{staging}/{folder}" if folder else staging)
         _take_place(storage, staging, name)
@@ -144,7 +172,8 @@ def _write(storage: LocalStorage, name: str, staging: str, earlier: Manifest) ->
     for folder in ("", f"/{TENSORS}", f"/{RANK}", f"/{ASSETS}"):
         storage.make(f"{staging}{folder}")
     pieces = _pieces(storage.path(f"{name}/{_DCP}"), earlier)
-    numbers = {file: number for number, file in enumerate(sorted({piece.file for piece in pieces.values()}))}
+    dcp_files = sorted({piece.file for piece in pieces.values()}, key=lambda file: (len(file), file))  # __2_0, __10_0
+    numbers = {file: number for number, file in enumerate(dcp_files)}
     tensors = {}
     for key, entry in earlier.tensors.items():
         placed = [(chunk, pieces.get((key, chunk.offsets))) for chunk in entry.chunks]
@@ -153,7 +182,7 @@ def _write(storage: LocalStorage, name: str, staging: str, earlier: Manifest) ->
     files = {}
     for file in (file for file in earlier.files if not file.startswith(f"{_DCP}/")):
         with storage.create(f"{staging}/{file}") as written:
-            written.write(storage.read(f"{name}/{file}"))
+            written.write(verified_bytes(storage, name, earlier, file))
         files[file] = FileEntry(written.bytes_written, written.hexdigest())
     to_write = {shard_file(number): FileEntry(0, "") for number in numbers.values()}
     manifest = replace(earlier, tensors=tensors, files=files | to_write, format=FORMAT)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from holdfast.config.base import Section
+from holdfast.config.tree import all_keys
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.training.fingerprints import IMAGE_RULES
 from holdfast.training.run import Identity
@@ -53,6 +55,8 @@ def _differences(
     old, new = _plain(before), _plain(after)
     if before is None and (name in _LATER or has_default(config, name, new)):
         return
+    if after is None and is_gone(config, name):
+        return
     has_values = kind in {"objective", "model"} or (kind in {"data", "tokenizer"} and name.startswith("data."))
     if before is None or after is None or name in _HASHES or not has_values:
         yield name
@@ -65,7 +69,7 @@ def _changed_keys(path: str, old: Any, new: Any, config: TrainingConfig | None) 
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old, new = ({str(index): value for index, value in enumerate(values)} for values in (old, new))
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        if old != new:
+        if old is _ABSENT or new is _ABSENT or not _same(old, new):
             yield f"{path} {_shown(old)} -> {_shown(new)}"
         return
     for key in sorted({*old, *new}):
@@ -75,6 +79,11 @@ def _changed_keys(path: str, old: Any, new: Any, config: TrainingConfig | None) 
         if key not in old and has_default(config, below, new[key]):
             continue
         yield from _changed_keys(below, old.get(key, _ABSENT), new.get(key, _ABSENT), config)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two plain values are written alike, as true and 1 are not: a template may print them."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _plain(text: str | None) -> Any:
@@ -96,13 +105,30 @@ def has_default(config: TrainingConfig | None, path: str, value: Any) -> bool:
     if field is None or field.is_required():
         return False
     default = field.get_default(call_default_factory=True, validated_data={})
-    return value in (default, str(default), _plain(json.dumps(default, default=str)))
+    if isinstance(default, Section) and isinstance(value, dict):  # of which some keys are left out
+        whole = default.model_dump(mode="json")
+        return all(key in whole and _same(whole[key], inner) for key, inner in value.items())
+    return any(_same(value, form) for form in (_plain(json.dumps(default, default=str)), str(default)))
 
 
 def is_gone(config: TrainingConfig | None, path: str) -> bool:
-    """Return whether the section of a key of the configuration has no such key in this version."""
-    section, last = _section_of(config, path)
-    return section is not None and last not in type(section).model_fields
+    """Return whether a section of the configuration, of whatever kind, has no such key in this version.
+
+    Keys of free mappings, and names that begin with no key of the configuration, are never gone.
+    """
+    keys = frozenset[str]() if config is None else _keys_of(type(config))
+    known = ""
+    for part in path.split("."):
+        found = next((key for key in (f"{known}{part}", f"{known}*") if key in keys), None)
+        if found is None:
+            return known != "" and any(key.startswith(known) for key in keys)
+        known = f"{found}."
+    return False
+
+
+@cache
+def _keys_of(root: type[TrainingConfig]) -> frozenset[str]:
+    return frozenset(all_keys(root))
 
 
 def _section_of(config: TrainingConfig | None, path: str) -> tuple[Section | None, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
 from holdfast.checkpoint.format.verification import named_manifest
 from holdfast.checkpoint.keep.find import one
-from holdfast.checkpoint.keep.retention import put_aside, steps
+from holdfast.checkpoint.keep.retention import changing, put_aside, steps
 from holdfast.checkpoint.place.layout import LATER, fresh, step_name, step_of
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.errors import ConfigError
@@ -50,7 +50,8 @@ def go_on_from(
 
 def _forget_step(storage: Storage) -> None:
     """Forget that the run went back to a step of its own, so that it can go back there again."""
-    done = _recorded(storage)
+    with changing(storage):
+        done = _recorded(storage)
     if isinstance(done, int) or (done is not None and _step_in_storage(storage, done) is not None):
         storage.remove(RECORD)
 
@@ -71,7 +72,8 @@ def _is_due(run: Run, storage: Storage, *, has_checkpoints: bool) -> bool:
 
 def _done(run: Run, storage: Storage, start: int | str | None, *, has_checkpoints: bool) -> int | str | None:
     """Return the `checkpoint.resume.from` that the run has already followed."""
-    done = _recorded(storage)
+    with changing(storage):
+        done = _recorded(storage)
     if done != start and has_checkpoints and isinstance(start, str) and _step_in_storage(storage, start) is None:
         raise ConfigError(
             f"checkpoint.resume.from={start} is another run's, and {run.setting.directory} has checkpoints of its own. "
@@ -148,11 +150,12 @@ def _restored(run: Run, storage: Storage, name: str, ranks: RankGroup, run_id: s
 def _rename_later_steps(run: Run, storage: Storage, step: int) -> list[str]:
     """Rename what is of later steps, the newest first, and note that the run went back; return words about it."""
     messages: list[str] = []
-    later = {number: name for number, name in reversed(steps(storage).items()) if number > step}
-    for number, name in later.items():
-        aside = fresh(LATER, name)
-        put_aside(storage, name, aside)
-        messages.append(f"step {number} is kept as {storage.root}/{aside}")
+    with changing(storage):
+        later = {number: name for number, name in reversed(steps(storage).items()) if number > step}
+        for number, name in later.items():
+            aside = fresh(LATER, name)
+            put_aside(storage, name, aside)
+            messages.append(f"step {number} is kept as {storage.root}/{aside}")
     messages += rename_best_export(run, step)
     _record(run, storage)
     event = {"event": "back", "step": step, "renamed": sorted(later)}
@@ -161,7 +164,8 @@ def _rename_later_steps(run: Run, storage: Storage, step: int) -> list[str]:
 
 
 def _record(run: Run, storage: Storage) -> None:
-    storage.replace(RECORD, json.dumps({"from": run.setting.config.checkpoint.resume.start}).encode())
+    with changing(storage):
+        storage.replace(RECORD, json.dumps({"from": run.setting.config.checkpoint.resume.start}).encode())
 
 
 def _location(path: str) -> tuple[str, str]:

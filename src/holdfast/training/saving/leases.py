@@ -14,7 +14,7 @@ from holdfast.checkpoint.errors import NoCheckpoint
 from holdfast.checkpoint.export.model import clean_exports
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.format.other_systems import foreign_checkpoints
-from holdfast.checkpoint.keep.retention import all_steps, has_any, has_own, manifests, remove_leftovers
+from holdfast.checkpoint.keep.retention import all_steps, changing, has_any, has_own, manifests, remove_leftovers
 from holdfast.checkpoint.place.layout import LEASE, step_of
 from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.object_lease import ObjectLease
@@ -152,7 +152,8 @@ class RunLeases:
         with directory.refusing(self._directory):
             directory.create(self._directory, config, config.verb)
             clean_exports(self._directory / EXPORTS)
-        remove_leftovers(self._storage)
+        with changing(self._storage):
+            remove_leftovers(self._storage)
 
     def check(self) -> None:
         """Refuse to go on where one of them is another directory, or another job's, by now.

@@ -244,7 +244,8 @@ def _changed(run: Run, saved_settings: Mapping[str, Any]) -> list[str]:
         return []
     config = run.setting.config
     settings = dict(leaves(public_configuration(as_plain(config), WHOLE), into_lists=True))
-    gone = sorted(key for key in saved_settings if is_gone(config, key))
+    sections = type(config).model_fields
+    gone = sorted(key for key in saved_settings if is_gone(config, key) or key.partition(".")[0] not in sections)
     changes = [
         f"{key} {saved_settings.get(key)} -> {settings.get(key)}"
         for key in sorted({*saved_settings, *settings} - {*gone})
