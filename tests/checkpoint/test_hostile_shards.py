@@ -11,6 +11,7 @@ import resource
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError
+from holdfast.checkpoint.format.manifest import Manifest, parse
 from holdfast.checkpoint.format.verification import check_headers
 from holdfast.checkpoint.inspect.compare import differences
 from holdfast.checkpoint.keep.find import one
@@ -188,21 +190,21 @@ LIES: dict[str, tuple[Lie, str]] = {
         without_elements([2**40, 2**40, 0]),
         r"model\.extra",
     ),
-    "boolean sizes": (in_chunk(sizes=[True, 5]), rf"{DAMAGED}a shape is no list of integers"),
-    "sizes with a fraction": (in_chunk(sizes=[2.0, 5]), rf"{DAMAGED}a shape is no list of integers"),
+    "boolean sizes": (in_chunk(sizes=[True, 5]), rf"{DAMAGED}a shape is not a list of integers"),
+    "sizes with a fraction": (in_chunk(sizes=[2.0, 5]), rf"{DAMAGED}a shape is not a list of integers"),
     "a dtype that is none": (in_tensor(dtype="float31"), CONTRADICTS),
     "a dtype that is something else of torch": (in_tensor(dtype="Tensor"), rf"{TRAINED} has the dtype Tensor"),
-    "a dtype that is a number": (in_tensor(dtype=32), rf"{DAMAGED}32 is no str"),
+    "a dtype that is a number": (in_tensor(dtype=32), rf"{DAMAGED}32 is not of the type str"),
     "a dtype of another size": (in_tensor(dtype="float64"), CONTRADICTS),
     "a dtype of the same size": (in_tensor(dtype="int32"), "its header does not list the tensors"),
     "a file that leads out": (in_chunk(file="../x"), rf"{CONTRADICTS}'\.\./x' is no file of it"),
     "an absolute file": (in_chunk(file="/etc/passwd"), rf"{CONTRADICTS}'/etc/passwd' is no file of it"),
     "a file that is a state": (in_chunk(file="trainer.json"), rf"{CONTRADICTS}'trainer.json' is no file of it"),
-    "a file that is a list": (in_chunk(file=[]), rf"{DAMAGED}\[\] is no str"),
+    "a file that is a list": (in_chunk(file=[]), rf"{DAMAGED}\[\] is not of the type str"),
     "a negative size of a file": (in_manifest(lambda b: b["files"][SHARDS[1]].update(size=-1)), CONTRADICTS),
     "a boolean size of a file": (in_manifest(lambda b: b["files"][SHARDS[1]].update(size=True)), DAMAGED),
     "a huge size of a file": (in_manifest(lambda b: b["files"][SHARDS[1]].update(size=10**30)), CONTRADICTS),
-    "a hash that is none": (in_chunk(hash=None), rf"{DAMAGED}None is no str"),
+    "a hash that is none": (in_chunk(hash=None), rf"{DAMAGED}None is not of the type str"),
     "a hash of other bytes": (in_chunk(hash="0" * 32), "its bytes are not those that were saved"),
     "a link out": (in_place_of_a_file(link_out), rf"{SHARDS[1]} is no file: it is a link that leads out"),
     "a link to a device": (in_place_of_a_file(lambda f: f.symlink_to("/dev/zero")), rf"{SHARDS[1]} is no file"),
@@ -448,3 +450,31 @@ def test_a_header_that_is_cut_at_any_byte_is_named(saved: Saved, tmp_path: Path)
         rewrite_manifest(copy)
         with pytest.raises(CheckpointCorrupt, match=OTHER_HEADER):
             checkpoint.verify(str(copy))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mesh": {"shard": "2"}},
+        {"mesh": []},
+        {"metrics": []},
+        {"metrics": {"loss": "low"}},
+        {"versions": {"torch": 2}},
+        {"seconds": "1"},
+        {"finite": "no"},
+        {"step": "1"},
+        {"run_id": 3},
+        {"parent_step": "1"},
+        {"contents": [1]},
+        {"optimizer": []},
+        {"format": "3"},
+        {"format": True},
+    ],
+    ids=str,
+)
+def test_a_field_of_another_type_is_damage_although_the_hash_fits(values: dict[str, Any]) -> None:
+    manifest = Manifest("run", 1, ("model",), {}, {})
+    assert parse(manifest.to_json(), "m").step == 1
+
+    with pytest.raises(CheckpointCorrupt, match="^m is damaged: "):
+        parse(replace(manifest, **values).to_json(), "m")

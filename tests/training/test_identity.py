@@ -14,7 +14,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.training.fingerprints import _loss, filter_hashes, reward_model_hashes, user_files
 from holdfast.training.run import ConfiguredRun
-from holdfast.training.saving.differences import changed_fingerprints
+from holdfast.training.saving.differences import changed_fingerprints, is_gone
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -284,3 +284,38 @@ def test_a_key_of_a_free_mapping_is_never_gone() -> None:
     changed = changed_fingerprints({"objective": _loss(first)}, {"objective": _loss(second)}, second)
 
     assert [line.split()[0] for line in changed["objective"]] == ["environment.kwargs"]
+
+
+GRPO = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
+
+
+def test_a_section_that_a_checkpoint_lacks_is_equal_where_all_of_it_has_its_default() -> None:
+    config = from_mapping(GRPO, GRPOConfig)
+    now = {"objective": _loss(config)}
+    for name in ("kl", "entropy", "groups", "updates", "off_policy_mask", "correction"):
+        without = {"objective": {key: value for key, value in now["objective"].items() if key != name}}
+        assert changed_fingerprints(without, now, config) == {}, name
+    other = from_mapping({**GRPO, "kl": {"coefficient": 0.5}}, GRPOConfig)
+    then = {"objective": _loss(other)}
+
+    changed = changed_fingerprints(then, now, config)["objective"]
+
+    assert [line.split()[0] for line in changed] == ["kl.coefficient"]
+
+
+def test_values_that_a_template_prints_otherwise_are_different() -> None:
+    one, other = ({"data": {"data.template_kwargs": json.dumps({"level": value})}} for value in (True, 1))
+
+    assert changed_fingerprints(one, other, run()) == {"data": ["data.template_kwargs.level true -> 1"]}
+
+
+def test_a_key_of_another_kind_is_not_gone_and_an_unknown_one_is() -> None:
+    config = run()
+
+    assert not is_gone(config, "optim.schedule.final_ratio")
+    assert not is_gone(config, "optim.betas")
+    assert not is_gone(config, "rope_scaling.factor")
+    assert is_gone(config, "optim.of_old")
+    assert is_gone(config, "optim.schedule.of_old")
+    saved, now = ({"data": values} for values in ({"data.of_old": "3", "data.seed": "0"}, {"data.seed": "0"}))
+    assert changed_fingerprints(saved, now, config) == {}

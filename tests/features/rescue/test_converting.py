@@ -20,6 +20,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, DirectoryTaken
 from holdfast.checkpoint.format.manifest import FORMAT, NAME, OtherFormat
 from holdfast.checkpoint.keep import find
 from holdfast.checkpoint.place.lease import Lease
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.features.rescue.converting import convert
 from tests.checkpoint.damage import Touch, all_files
 from tests.cli.in_process import cli_in_process
@@ -233,20 +234,67 @@ def test_each_checkpoint_names_the_one_before_it_by_its_new_hash(run: Path, call
     assert [manifest.parent for manifest in manifests[1:]] == [manifest.hash for manifest in manifests[:-1]]
 
 
-def test_a_damaged_step_stops_a_conversion_and_those_before_it_are_converted(run: Path) -> None:
+def test_a_damaged_step_stays_and_the_others_are_converted(run: Path) -> None:
     first = run / "checkpoints" / STEP_2
     second = follow(first, 4)
     third = follow(second, 6)
     flip(second / "trainer.json", 5)
-    before = bytes_of(second), bytes_of(third)
+    before = bytes_of(second)
+    (run / "checkpoints" / "step-00000005").mkdir()
 
     done = cli_in_process("checkpoint", "convert", "run", cwd=run.parent)
 
     assert done.code == 1
-    assert lacks(done.out, f"{STEP_2} now") == []
+    assert lacks(done.out, f"{STEP_2} {third.name} now step-00000005 {NAME}") == []
     assert f"{second.name}/trainer.json is damaged" in done.err
-    assert (bytes_of(second), bytes_of(third)) == before
-    assert checkpoint.verify(str(first)).format == FORMAT
+    assert bytes_of(second) == before
+    assert [checkpoint.verify(str(step)).format for step in (first, third)] == [FORMAT, FORMAT]
+
+
+def test_a_checkpoint_on_another_disk_stays_there(run: Path, tmp_path: Path) -> None:
+    step, other = run / "checkpoints" / STEP_2, tmp_path / "other" / "saved"
+    other.parent.mkdir()
+    step.rename(other)
+    step.symlink_to(other)
+
+    list(convert(str(run)))
+
+    assert step.is_symlink()
+    assert checkpoint.verify(str(step)).format == checkpoint.verify(str(other)).format == FORMAT
+    assert [path.name for path in other.parent.iterdir()] == ["saved"]
+
+
+def test_bytes_that_change_after_they_were_compared_are_not_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = run / "checkpoints" / STEP_2
+    before, read, wrong = bytes_of(step), LocalStorage.read, 1
+
+    def misread(self: LocalStorage, path: str) -> bytes:
+        nonlocal wrong
+        data = read(self, path)
+        if path == f"{STEP_2}/trainer.json" and wrong:
+            wrong -= 1
+            return data.replace(b"1", b"2", 1)
+        return data
+
+    monkeypatch.setattr(LocalStorage, "read", misread)
+
+    list(convert(str(run)))
+
+    assert wrong == 0
+    assert bytes_of(step)["trainer.json"] == before["trainer.json"]
+
+
+def test_the_earlier_checkpoint_that_a_crash_left_after_the_exchange_is_removed(run: Path) -> None:
+    step = run / "checkpoints" / STEP_2
+    aside = step.with_name(f"{STEP_2}.format-2")
+    shutil.copytree(step, aside)
+    list(convert(str(step)))
+
+    assert not aside.exists() or checkpoint.verify(str(step)).format == FORMAT
+    list(convert(str(aside)))
+
+    assert not aside.exists()
+    assert checkpoint.verify(str(step)).format == FORMAT
 
 
 def test_a_job_in_the_directory_is_not_disturbed(run: Path) -> None:
