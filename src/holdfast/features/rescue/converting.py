@@ -68,8 +68,8 @@ def convert(path: str) -> Iterator[str]:
                 yield _line(storage, name)
             except CheckpointError as error:  # the others are converted all the same
                 errors.append(error)
-        for error in errors[1:]:
-            yield f"not converted: {error}"
+        for later in errors[1:]:
+            yield f"not converted: {later}"
         if errors:
             raise errors[0]
 
