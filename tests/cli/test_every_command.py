@@ -55,6 +55,7 @@ CALLS = {
     "checkpoint export": Call(f"{STEP} -o out"),
     "checkpoint check": Call(EXPORT),
     "checkpoint import": Call(EXPORT, 2),
+    "checkpoint convert": Call(STEP),
     "checkpoint average": Call(f"{STEP} {of_step(4)} -o out"),
     "checkpoint prune": Call(f"{RUN} --keep-last 2"),
     "checkpoint pin": Call(f"{RUN} 3"),

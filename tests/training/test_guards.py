@@ -64,10 +64,10 @@ def test_a_schedule_ends_with_the_last_row_that_a_filter_leaves(pools: Any, tmp_
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model": {"config_override": {"rms_norm_eps": 0.1}}}, "model: rms_norm_eps"),
-        ({"objective": "dft"}, "objective: objective"),
-        ({"data": {"average": "sequence_mean"}}, "objective: data.average"),
-        ({"data": {"rows": "prompt_completion"}}, "data: data.rows"),
+        ({"model": {"config_override": {"rms_norm_eps": 0.1}}}, "model: rms_norm_eps 1e-06 -> 0.1"),
+        ({"objective": "dft"}, "objective: objective.kind nll -> dft"),
+        ({"data": {"average": "sequence_mean"}}, "objective: data.average token_mean -> sequence_mean"),
+        ({"data": {"rows": "prompt_completion"}}, "data: data.rows.0 null -> prompt_completion"),
     ],
     ids=["a number of the model", "the loss", "the average", "the shape of rows"],
 )
@@ -78,7 +78,7 @@ def test_a_run_does_not_go_on_as_another_run(pools: Any, tmp_path: Path, change:
     errors = pools(1).errors(run, tree(str(tmp_path), steps=4, **change))
 
     assert errors[0][0] == "CheckpointMismatch"
-    assert f"({named})" in errors[0][1]
+    assert f"({named}" in errors[0][1]
     assert (tmp_path / "r" / "config.resolved.yaml").read_text() == before
 
 
