@@ -67,7 +67,7 @@ def test_a_schedule_ends_with_the_last_row_that_a_filter_leaves(pools: Any, tmp_
         ({"model": {"config_override": {"rms_norm_eps": 0.1}}}, "model: rms_norm_eps 1e-06 -> 0.1"),
         ({"objective": "dft"}, "objective: objective.kind nll -> dft"),
         ({"data": {"average": "sequence_mean"}}, "objective: data.average token_mean -> sequence_mean"),
-        ({"data": {"rows": "prompt_completion"}}, "data: data.rows.0 null -> prompt_completion"),
+        ({"data": {"rows": "prompt_completion"}}, "data: data.rows.0 auto -> prompt_completion"),
     ],
     ids=["a number of the model", "the loss", "the average", "the shape of rows"],
 )
