@@ -315,6 +315,7 @@ def test_a_key_of_another_kind_is_not_gone_and_an_unknown_one_is() -> None:
     assert not is_gone(config, "optim.schedule.final_ratio")
     assert not is_gone(config, "optim.betas")
     assert not is_gone(config, "rope_scaling.factor")
+    assert not is_gone(config, "optim.groups.attention.lr")
     assert is_gone(config, "optim.of_old")
     assert is_gone(config, "optim.schedule.of_old")
     saved, now = ({"data": values} for values in ({"data.of_old": "3", "data.seed": "0"}, {"data.seed": "0"}))

@@ -119,7 +119,8 @@ def is_gone(config: TrainingConfig | None, path: str) -> bool:
     keys = frozenset[str]() if config is None else _keys_of(type(config))
     known = ""
     for part in path.split("."):
-        found = next((key for key in (f"{known}{part}", f"{known}*") if key in keys), None)
+        here = (f"{known}{part}", f"{known}*")  # `*` stands for a name or number, and is listed with what is below it
+        found = next((key for key in here if key in keys or any(other.startswith(f"{key}.") for other in keys)), None)
         if found is None:
             return known != "" and any(key.startswith(known) for key in keys)
         known = f"{found}."
