@@ -320,3 +320,11 @@ def test_a_key_of_another_kind_is_not_gone_and_an_unknown_one_is() -> None:
     assert is_gone(config, "optim.schedule.of_old")
     saved, now = ({"data": values} for values in ({"data.of_old": "3", "data.seed": "0"}, {"data.seed": "0"}))
     assert changed_fingerprints(saved, now, config) == {}
+
+
+def test_a_file_that_a_run_no_longer_names_is_a_difference(tmp_path: Path) -> None:
+    before = user_files(ConfiguredRun(config=run(chat_template=TEMPLATE), base=tmp_path))
+
+    assert changed_fingerprints({"files": before}, {"files": {}}, run()) == {
+        "files": ["data.chat_template written in place"]
+    }

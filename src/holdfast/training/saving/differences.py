@@ -55,9 +55,9 @@ def _differences(
     old, new = _plain(before), _plain(after)
     if before is None and (name in _LATER or has_default(config, name, new)):
         return
-    if after is None and is_gone(config, name):
-        return
     has_values = kind in {"objective", "model"} or (kind in {"data", "tokenizer"} and name.startswith("data."))
+    if has_values and after is None and is_gone(config, name):  # names of files begin with keys too
+        return
     if before is None or after is None or name in _HASHES or not has_values:
         yield name
     else:
