@@ -137,14 +137,22 @@ def _other_directory(directory: Path, names: set[str]) -> Kind:
     return K.UNKNOWN, {}
 
 
-def _file(file: Path) -> Kind:
-    if is_lfs_pointer(file):
-        return K.LFS_POINTER, _pointer_facts(file)
+def _part(file: Path) -> Kind | None:
+    """Tell a file of a run or of a checkpoint by its name and by what it is in; None of any other."""
     for names, kind, above in ((_OF_A_RUN, K.RECORD, K.RUN), (_OF_A_CHECKPOINT, K.CHECKPOINT_FILE, K.CHECKPOINT)):
         if file.name in names and recognise(file.parent).kind is above:
             return kind, {"run": str(file.parent), "checkpoint": str(file.parent)}
     if file.parent.name == _TENSORS and recognise(file.parent).kind is K.CHECKPOINT_FILE:
         return K.CHECKPOINT_FILE, {"checkpoint": str(file.parent.parent)}
+    return None
+
+
+def _file(file: Path) -> Kind:
+    if is_lfs_pointer(file):
+        return K.LFS_POINTER, _pointer_facts(file)
+    part = _part(file)
+    if part is not None:
+        return part
     if file.name.endswith(_WEIGHTS):
         return K.WEIGHTS, {}
     if file.name.endswith(_SCRIPTS):

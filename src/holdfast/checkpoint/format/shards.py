@@ -166,25 +166,32 @@ def gap(shape: tuple[int, ...], chunks: Iterable[Chunk]) -> str | None:
     if any(size < 0 for size in shape) or prod(max(size, 1) for size in shape) >= 2**63:  # torch's limit of strides
         return f"no tensor has the shape {list(shape)}"
     ordered = sorted(chunks, key=lambda chunk: (chunk.offsets, chunk.sizes))
-    for chunk in ordered:
-        inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-            start >= 0 and size >= 0 and start + size <= end
-            for start, size, end in zip(chunk.offsets, chunk.sizes, shape, strict=True)
-        )
-        if not inside:
-            return f"a chunk at {list(chunk.offsets)} of {list(chunk.sizes)} lies outside of {list(shape)}"
+    outside = next((chunk for chunk in ordered if not _is_inside(chunk, shape)), None)
+    if outside is not None:
+        return f"a chunk at {list(outside.offsets)} of {list(outside.sizes)} lies outside of {list(shape)}"
     covered = sum(prod(chunk.sizes) for chunk in ordered)
     if covered != prod(shape):
         return f"its chunks hold {covered} elements of {prod(shape)}"
-    open_chunks: list[Chunk] = []
+    shared = _first_shared(ordered)
+    return None if shared is None else f"two of its chunks share elements at {list(shared.offsets)}"
+
+
+def _is_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+        start >= 0 and size >= 0 and start + size <= end
+        for start, size, end in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    )
+
+
+def _first_shared(ordered: Iterable[Chunk]) -> Chunk | None:
+    """Return the first chunk that shares elements with an earlier one; chunks come in the order of their offsets."""
+    reaching: list[Chunk] = []
     for chunk in ordered:
-        # Chunks come in the order of their first rows: only those that reach this one's rows can share elements.
-        open_chunks = [
-            earlier for earlier in open_chunks if not shape or earlier.offsets[0] + earlier.sizes[0] > chunk.offsets[0]
-        ]
-        if any(overlap(chunk.offsets, chunk.sizes, earlier.offsets, earlier.sizes) for earlier in open_chunks):
-            return f"two of its chunks share elements at {list(chunk.offsets)}"
-        open_chunks.append(chunk)
+        # Only chunks that reach this one's rows can share elements with it.
+        reaching = [each for each in reaching if not each.sizes or each.offsets[0] + each.sizes[0] > chunk.offsets[0]]
+        if any(overlap(chunk.offsets, chunk.sizes, each.offsets, each.sizes) for each in reaching):
+            return chunk
+        reaching.append(chunk)
     return None
 
 
@@ -192,7 +199,7 @@ def check_layout(manifest: Manifest) -> dict[str, ShardLayout]:
     """Return the layouts of a checkpoint's files of tensors, after comparing what the manifest says with itself.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: Chunks do not tile a tensor, a dtype is none, or a file is
+        ValueError, TypeError, KeyError, AttributeError: Chunks do not tile a tensor, a dtype is unknown, or a file is
             missing or has another size.
     """
     for key, entry in manifest.tensors.items():

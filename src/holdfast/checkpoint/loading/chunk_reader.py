@@ -90,16 +90,26 @@ class ChunkReader:
         sizes = {
             file: sum(stored.piece.bytes_ for stored, needed in chunks if needed) for file, chunks in all_chunks.items()
         }
+        owned = self._owned(sizes)
+        needed = {
+            file: [(stored, True) for stored, is_wanted in chunks if is_wanted] for file, chunks in all_chunks.items()
+        }
+        return {
+            file: all_chunks.get(file, []) if file in owned else needed[file]
+            for file in sorted(self._manifest.files)
+            if file in owned or needed.get(file)
+        }
+
+    def _owned(self, sizes: Mapping[str, int]) -> set[str]:
+        """Return the files that this rank reads whole, given the bytes that it needs of each."""
         by_rank = self._ranks.gather(sizes)
-        result: dict[str, list[tuple[Stored, bool]]] = {}
+        owned = set()
         for number, file in enumerate(sorted(self._manifest.files)):
-            most = max(sizes.get(file, 0) for sizes in by_rank)
-            who = next(rank for rank, sizes in enumerate(by_rank) if sizes.get(file, 0) == most) if most else number
-            if who % self._ranks.size == self._ranks.rank:
-                result[file] = all_chunks.get(file, [])
-            elif sizes.get(file):
-                result[file] = [(stored, needed) for stored, needed in all_chunks[file] if needed]
-        return result
+            needs = [theirs.get(file, 0) for theirs in by_rank]
+            who = needs.index(max(needs)) if any(needs) else number % self._ranks.size
+            if who == self._ranks.rank:
+                owned.add(file)
+        return owned
 
     def _read_once(self, chunks: Mapping[str, list[tuple[Stored, bool]]], memory: Memory, take: Take) -> None:
         """Read all files from start to end.

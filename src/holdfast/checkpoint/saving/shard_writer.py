@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from typing import NamedTuple
@@ -80,6 +80,17 @@ def write_shards(snapshot: Snapshot, storage: Storage, staging: str, ranks: Rank
             seconds = time.monotonic() - began
         for key, content in _contents(snapshot, [key for key in boxes if key not in contents]):
             contents[key] = content.hash, content.finite
+    tensors = _described(snapshot, boxes, contents, files)
+    return WrittenShard(written, tensors, all(finite for _, finite in contents.values()), seconds)
+
+
+def _described(
+    snapshot: Snapshot,
+    boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    contents: Mapping[str, tuple[str, bool]],
+    files: Mapping[Piece, str],
+) -> dict[str, TensorEntry]:
+    """Return the manifest's entry of each tensor, with the chunk that this rank holds."""
     tensors = {}
     for key, tensor in snapshot.tensors.items():
         shape = tuple(tensor.shape)
@@ -88,7 +99,7 @@ def write_shards(snapshot: Snapshot, storage: Storage, staging: str, ranks: Rank
             chunks = (Chunk(*boxes[key], contents[key][0], files[Piece(key, shape, tensor.dtype, *boxes[key])]),)
         dtype = str(tensor.dtype).removeprefix("torch.")
         tensors[key] = TensorEntry(shape, dtype, chunks, key in snapshot.trained)
-    return WrittenShard(written, tensors, all(finite for _, finite in contents.values()), seconds)
+    return tensors
 
 
 class _Content(NamedTuple):

@@ -6,7 +6,7 @@ with its hash before it is written again; what is written is verified before it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,17 @@ from typing import Any
 
 from holdfast.checkpoint.calls import place_of
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, NoCheckpoint
-from holdfast.checkpoint.format.manifest import FORMAT, NAME, FileEntry, Manifest, OtherFormat, parse, parse_as
-from holdfast.checkpoint.format.shards import hashes_of, layouts_of, shard_file
+from holdfast.checkpoint.format.manifest import (
+    FORMAT,
+    NAME,
+    FileEntry,
+    Manifest,
+    OtherFormat,
+    TensorEntry,
+    parse,
+    parse_as,
+)
+from holdfast.checkpoint.format.shards import ShardLayout, hashes_of, layouts_of, shard_file
 from holdfast.checkpoint.format.verification import (
     check_listed,
     damage,
@@ -26,7 +35,7 @@ from holdfast.checkpoint.format.verification import (
 )
 from holdfast.checkpoint.keep.find import folder_of
 from holdfast.checkpoint.keep.retention import steps
-from holdfast.checkpoint.place.hashing import hash_tensor
+from holdfast.checkpoint.place.hashing import HashingWriter, hash_tensor
 from holdfast.checkpoint.place.layout import ASSETS, FOLDER, RANK, STAGING, TENSORS, fresh, step_of
 from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.memory import memory_of
@@ -175,11 +184,7 @@ def _write(storage: LocalStorage, name: str, staging: str, earlier: Manifest) ->
     pieces = _pieces(storage.path(f"{name}/{_DCP}"), earlier)
     dcp_files = sorted({piece.file for piece in pieces.values()}, key=lambda file: (len(file), file))  # __2_0, __10_0
     numbers = {file: number for number, file in enumerate(dcp_files)}
-    tensors = {}
-    for key, entry in earlier.tensors.items():
-        placed = [(chunk, pieces.get((key, chunk.offsets))) for chunk in entry.chunks]
-        chunks = (replace(chunk, file=shard_file(numbers[piece.file] if piece else 0)) for chunk, piece in placed)
-        tensors[key] = replace(entry, chunks=tuple(chunks))
+    tensors = {key: _placed(key, entry, pieces, numbers) for key, entry in earlier.tensors.items()}
     files = {}
     for file in (file for file in earlier.files if not file.startswith(f"{_DCP}/")):
         with storage.create(f"{staging}/{file}") as written:
@@ -189,21 +194,50 @@ def _write(storage: LocalStorage, name: str, staging: str, earlier: Manifest) ->
     manifest = replace(earlier, tensors=tensors, files=files | to_write, format=FORMAT)
     hashes = hashes_of(manifest)
     for file, layout in layouts_of(manifest).items():
+        expected = {stored.piece.key: hashes[file, stored.piece.key] for stored in layout.chunks}
         with storage.create(f"{staging}/{file}") as written:
-            written.write(layout.header)
-            for stored in layout.chunks:
-                key, offsets = stored.piece.key, stored.piece.offsets
-                if not stored.piece.bytes_:
-                    continue
-                tensor = pieces[key, offsets].read()
-                if hash_tensor(tensor) != hashes[file, key]:
-                    raise DamagedFile(f"holds other bytes of {key} than were saved")
-                written.write(memory_of(tensor))
+            _write_shard(written, layout, expected, pieces)
         files[file] = FileEntry(written.bytes_written, written.hexdigest())
     manifest = replace(manifest, files=files)
     with storage.create(f"{staging}/{NAME}") as written:
         written.write(manifest.to_json())
     return manifest
+
+
+def _placed(
+    key: str,
+    entry: TensorEntry,
+    pieces: Mapping[tuple[str, tuple[int, ...]], TensorPiece],
+    numbers: Mapping[str, int],
+) -> TensorEntry:
+    """Return a tensor's entry with the new file of each chunk: DCP's file of a number becomes the shard of it."""
+    chunks = []
+    for chunk in entry.chunks:
+        piece = pieces.get((key, chunk.offsets))  # None of a chunk without elements
+        chunks.append(replace(chunk, file=shard_file(numbers[piece.file] if piece else 0)))
+    return replace(entry, chunks=tuple(chunks))
+
+
+def _write_shard(
+    written: HashingWriter,
+    layout: ShardLayout,
+    hashes: Mapping[str, str],
+    pieces: Mapping[tuple[str, tuple[int, ...]], TensorPiece],
+) -> None:
+    """Write one file of tensors, each chunk after comparing its hash.
+
+    Raises:
+        DamagedFile: A chunk is not what was saved.
+    """
+    written.write(layout.header)
+    for stored in layout.chunks:
+        key, offsets = stored.piece.key, stored.piece.offsets
+        if not stored.piece.bytes_:
+            continue
+        tensor = pieces[key, offsets].read()
+        if hash_tensor(tensor) != hashes[key]:
+            raise DamagedFile(f"holds other bytes of {key} than were saved")
+        written.write(memory_of(tensor))
 
 
 def _pieces(folder: Path, earlier: Manifest) -> dict[tuple[str, tuple[int, ...]], TensorPiece]:

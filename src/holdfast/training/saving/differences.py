@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -73,12 +73,16 @@ def _changed_keys(path: str, old: Any, new: Any, config: TrainingConfig | None) 
             yield f"{path} {_shown(old)} -> {_shown(new)}"
         return
     for key in sorted({*old, *new}):
-        below = f"{path}.{key}"
-        if key not in new and is_gone(config, below):
-            continue
-        if key not in old and has_default(config, below, new[key]):
-            continue
-        yield from _changed_keys(below, old.get(key, _ABSENT), new.get(key, _ABSENT), config)
+        if not _is_later(path, key, old, new, config):
+            yield from _changed_keys(f"{path}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT), config)
+
+
+def _is_later(
+    path: str, key: str, old: Mapping[str, Any], new: Mapping[str, Any], config: TrainingConfig | None
+) -> bool:
+    """Return whether one version lacks a key: this one, or the checkpoint's where the value here is the default."""
+    below = f"{path}.{key}"
+    return (key not in new and is_gone(config, below)) or (key not in old and has_default(config, below, new[key]))
 
 
 def _same(one: Any, other: Any) -> bool:
