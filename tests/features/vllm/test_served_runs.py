@@ -287,12 +287,12 @@ def test_the_rehearsal_counts_what_is_sampled_ahead(tmp_path: Path, capsys: pyte
             place = tmp_path / str(staleness)
             place.mkdir()
             rehearsal = {"rehearsal": {"enabled": True}}
-            tree = served_tree([url], str(place), **AHEAD, steps=1, data={"batch_size": 64}, checkpoint=rehearsal)
+            tree = served_tree([url], str(place), **AHEAD, steps=1, data={"batch_size": 192}, checkpoint=rehearsal)
             tree["rollout"] |= {"max_staleness": staleness, "max_new_tokens": 30}
             run(place, tree)
         told = capsys.readouterr().out
         sizes.append(float(told.split("a checkpoint has ")[1].split(" MiB")[0].replace(",", "")))
-    least = 64 * 2 * 30 * 10 / 2**20  # ten bytes a token and more
+    least = 192 * 2 * 30 * 10 / 2**20  # ten bytes a token and more; sizes are told in tenths of a MiB
 
     assert sizes[1] - sizes[0] >= least
 
