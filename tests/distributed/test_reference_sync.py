@@ -189,7 +189,7 @@ def test_another_way_to_follow_is_another_objective(pools: Any, llama: Path, str
     for changed in ({"mix": 0.5}, {"every_steps": 1}):
         for kind, words in pools(2).errors(live_run, run_tree(llama, tmp_path, 5, **changed), ROWS):
             assert kind == "CheckpointMismatch"
-            assert "(objective: reference.sync)" in words
+            assert "objective: reference.sync." in words
             assert "checkpoint.resume.changed: [objective]" in words
     stays = run_tree(llama, tmp_path, 5) | {"reference": {"kind": "offloaded"}}
     stays["checkpoint"] = stays["checkpoint"] | {"resume": {"changed": ["objective"]}}

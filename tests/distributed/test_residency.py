@@ -165,4 +165,6 @@ def test_a_rank_alone_that_computes_from_copies_rests_too_and_has_the_numbers_of
     assert all(parameters > 0 for parameters, _ in told["stays"]["seen"])
     for name in ("moves", "fsdp2"):
         assert losses_of(tmp_path / name) == losses_of(tmp_path / "stays")
-        assert of_runs(tmp_path / name, tmp_path / "stays") == []
+        # The run of FSDP2 has no copies to compute from.
+        form = ["trainer.json: state.forms.copies differs"] if name == "fsdp2" else []
+        assert of_runs(tmp_path / name, tmp_path / "stays") == form

@@ -265,5 +265,5 @@ def test_a_run_does_not_go_on_with_another_teacher_unless_that_is_declared(  # n
 
     for kind, message in errors:
         assert kind == "CheckpointMismatch"
-        assert "(model: teacher)" in message
+        assert "model: teacher server tiny -> " in message
     assert metrics["teacher/nll"] > 0

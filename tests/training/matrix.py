@@ -75,7 +75,9 @@ class Walked:
     """The same, of peft with the base and the exported adapter; 0 without one."""
 
 
-def walk(pools: Any, model_type: str, place: Path, lora: dict[str, Any] | None = None) -> Walked:
+def walk(
+    pools: Any, model_type: str, place: Path, lora: dict[str, Any] | None = None, *, frozen: str = "auto"
+) -> Walked:
     """Take one architecture all the way.
 
     Args:
@@ -83,6 +85,7 @@ def walk(pools: Any, model_type: str, place: Path, lora: dict[str, Any] | None =
         model_type: One of `ARCHITECTURES`.
         place: An empty directory.
         lora: Section `model.lora`, or None.
+        frozen: `checkpoint.frozen`.
     """
     model = place / "model"
     rows = picture_rows(24) if model_type in (*VISION, *DERIVED) else rows_of(24)
@@ -97,10 +100,10 @@ def walk(pools: Any, model_type: str, place: Path, lora: dict[str, Any] | None =
     examples = _examples(model, model_type, rows)
     before = plain_logits(model, examples)
 
-    pools(2).run(trained, _values(place, model, 2, lora), rows, [])
+    pools(2).run(trained, _values(place, model, 2, lora, frozen), rows, [])
     (saved,) = (place / "r/checkpoints").glob("step-*")
     verify(str(saved), "tensors")
-    (found,) = pools(1).run(trained, _values(place, model, 3, lora), rows, examples)
+    (found,) = pools(1).run(trained, _values(place, model, 3, lora, frozen), rows, examples)
     steps = [line["step"] for line in read_metrics(place / "r/metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3], f"the run on one rank did not go on at step 3: {steps}"
 
@@ -170,7 +173,7 @@ def plain_logits(directory: Path, examples: list[Example], adapter: Path | None 
     return found
 
 
-def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None) -> dict[str, Any]:
+def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None, frozen: str) -> dict[str, Any]:
     padded = {"packing": "none", "tokens_per_micro_batch": 512} if _type_of(model) == "gemma3" else {}
     if _is_derived(model):  # whose processors write more tokens
         padded = {"max_length": 256, "tokens_per_micro_batch": 512}
@@ -182,7 +185,7 @@ def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None) -
         "optim": {"lr": 2e-3, "schedule": "constant"},
         "parallel": {"compute_dtype": "float32"},
         "metrics": {"progress": "off"},
-        "checkpoint": {"every_steps": 2, "rehearsal": {"enabled": False}},
+        "checkpoint": {"every_steps": 2, "frozen": frozen, "rehearsal": {"enabled": False}},
     }
 
 
