@@ -113,7 +113,6 @@ def _folder_of_torch() -> Path:
 def main() -> None:
     """Answer the request on standard input."""
     hush()
-    leave_out_broken()
     request = json.load(sys.stdin)
     output = Path(request["output"])
     try:
@@ -130,6 +129,7 @@ def _planned(request: dict[str, Any]) -> dict[str, Any]:
             load_guard()
         except NoGuard as error:
             reason = str(error).rstrip(".")
+    leave_out_broken()  # imports torch, before which the guard must be there
     if request["longest"]:
         from holdfast.features.plan.longest import longest
 
