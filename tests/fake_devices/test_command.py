@@ -60,7 +60,7 @@ def test_a_plan_for_scripts_names_every_part_and_leaves_plan_json(tmp_path: Path
     assert made["bounds_seconds"]["forward"] > 0
     # Twelve bytes of a parameter: its own four, and two moments. What frames them is as much in so small a model: of 21
     # tensors and their moments eight chunks each, and one of every count of steps, and each rank's random state.
-    framed = 21 * (3 * 8 + 1) * 2_100 + 8 * 17_500
+    framed = 21 * (3 * 8 + 1) * 560 + 8 * 17_500
     assert made["checkpoint_bytes"] == pytest.approx(12 * made["parameters"] + framed, rel=0.01)
     assert made["export_bytes"] == pytest.approx(4 * made["parameters"], rel=0.02)
     left = json.loads((tmp_path / "runs" / "run" / "plan.json").read_text())
