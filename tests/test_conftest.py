@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import combinations, product
 
 import pytest
@@ -33,3 +34,9 @@ def test_few_cases_have_every_pair_of_values(sizes: tuple[int, ...], most: int) 
 
 def test_cases_of_one_argument_have_no_pairs() -> None:
     assert covering([{"a": 0}, {"a": 1}]) == set()
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
+@pytest.mark.xdist_group("together")
+def test_a_group_stands_in_the_name_by_which_tests_are_given_to_workers(request: pytest.FixtureRequest) -> None:
+    assert request.node.nodeid.endswith("@together")
