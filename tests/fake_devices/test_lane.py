@@ -12,7 +12,7 @@ from tests.fake_devices.conftest import Lane, child
 from tests.fake_devices.expected import difference, expected
 from tests.fake_devices.parts import Matrix, Shape, block, ends
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__), pytest.mark.timeout(5400)]
 
 UPDATE = "sums and gradient norm of an update"
 DRAWN = "drawn tokens"
