@@ -215,13 +215,13 @@ class Holdfast(System):
     def load(self, place: str, *, own: bool = False) -> Any:
         """Load the newest verified step."""
         from holdfast import checkpoint
-        from holdfast.checkpoint.calls import call
         from holdfast.checkpoint.format.verification import verified_manifest
         from holdfast.checkpoint.keep.choose import newest_verified
         from holdfast.checkpoint.place.storage import open_storage
         from holdfast.errors import RankFailed
+        from holdfast.parallel.joint_calls import joint_call
 
-        with call("load", 0.25, RankFailed) as (ranks, _):
+        with joint_call("checkpoint.load", 0.25, RankFailed) as (ranks, _):
             storage, use = open_storage(place), lambda name, _: verified_manifest(storage, name, ranks)
             choice = newest_verified(storage, ranks, quarantine=False, use=use)
         assert choice is not None, "there is no checkpoint"

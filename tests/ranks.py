@@ -76,7 +76,7 @@ def _forget_groups() -> None:
 
     Each gloo group has threads that look for work a hundred times a second; five hundred of them stall the machine.
     """
-    from holdfast.checkpoint.calls import forget_groups
+    from holdfast.parallel.joint_calls import forget_groups
 
     forget_groups()
     world = dist.group.WORLD

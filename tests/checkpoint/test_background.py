@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from holdfast import checkpoint
 from holdfast.checkpoint.background import BackgroundSaver
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.format.shards import shard_file
-from holdfast.checkpoint.format.snapshot import staged, take
+from holdfast.checkpoint.format.snapshot import Snapshot, staged, take
 from holdfast.checkpoint.place.storage import LocalStorage
+from holdfast.features.plan.execution.fake_devices import fake_devices
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, step, zero_everything
 from tests.crash.cases import session_of
@@ -244,3 +246,40 @@ def test_what_is_raised_beside_exceptions_is_a_failed_save_too() -> None:
 
     with pytest.raises(SaveFailed, match="the save in the background failed: SystemExit: 3"):
         saver.collect()
+
+
+def of_buffer(values: torch.Tensor) -> Snapshot:
+    model = torch.nn.Module()
+    model.register_buffer("values", values)
+    return take(model)
+
+
+def read_on_the_thread(snapshot: Snapshot) -> tuple[int, float]:
+    return torch.cuda.current_device(), float(snapshot.tensors["model.values"].cpu().min())
+
+
+@pytest.mark.gpu
+def test_a_save_without_a_copy_waits_for_what_the_callers_stream_still_computes() -> None:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    values, stream = torch.zeros(1 << 20, device=device), torch.cuda.Stream(device)
+    torch.cuda.synchronize(device)
+    saver = BackgroundSaver[tuple[int, float]]()
+
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1_000_000_000)
+        values.fill_(1.0)
+        saver.start(of_buffer(values), read_on_the_thread, copy=False)
+
+    assert saver.collect() == (device.index, 1.0)
+
+
+@pytest.mark.slow
+def test_a_save_without_a_copy_hands_tensors_of_a_device_to_its_thread() -> None:
+    import torch._dynamo  # it looks at torch's functions, and must not meet the stand-ins
+
+    saver, taken = BackgroundSaver[str](), take(torch.nn.Linear(1, 1))
+    with fake_devices() as mode, mode:
+        on_device = replace(taken, tensors={"model.weight": torch.empty(2, device="cuda:1")})
+        saver.start(on_device, lambda snapshot: str(snapshot.tensors["model.weight"].device), copy=False)
+
+        assert saver.collect() == "cuda:1"

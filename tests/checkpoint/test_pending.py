@@ -100,3 +100,10 @@ def test_a_failure_is_told_on_all_ranks_once_by_the_result_or_by_the_next_save(
     assert one[0].startswith("result: " if ask else "next: ")
     assert "a checkpoint is never overwritten" in one[0]
     assert checkpoint.verify(str(tmp_path / "step-00000002")).step == 2
+
+
+def test_a_misspelt_option_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="rank_extras"):
+        checkpoint.save_in_background(str(tmp_path / "step-00000001"), torch.nn.Linear(2, 2), rank_extras=1)
+
+    assert list(tmp_path.iterdir()) == []

@@ -17,69 +17,85 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, Literal, TypedDict, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.background import BackgroundSaver
-from holdfast.checkpoint.calls import SaveOptions, call, check_extra, encoded_extra, place_of, prepared
+from holdfast.checkpoint.background import BackgroundSaver, PendingSave
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.format import verification
-from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.snapshot import Snapshot, set_random_state
+from holdfast.checkpoint.format.manifest import About, Manifest
+from holdfast.checkpoint.format.snapshot import Snapshot, hold, mesh_of, set_random_state, take
 from holdfast.checkpoint.keep import retention
 from holdfast.checkpoint.loading import reader
 from holdfast.checkpoint.loading.matching import Declared
 from holdfast.checkpoint.loading.reader import LoadedState
-from holdfast.checkpoint.place.object_lease import lease_of
-from holdfast.checkpoint.place.storage import open_storage
+from holdfast.checkpoint.place.layout import step_of
+from holdfast.checkpoint.place.object_lease import ObjectLease, lease_of
+from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.checkpoint.saving import rehearsal
+from holdfast.checkpoint.saving.agreement import together_in_phase
 from holdfast.checkpoint.saving.rehearsal import RehearsalReport
-from holdfast.errors import HoldfastError, RankFailed
-from holdfast.optim.tagged_json import decode
+from holdfast.checkpoint.saving.writer import commit
+from holdfast.config.versions import versions
+from holdfast.errors import HoldfastError, RankFailed, UserError
+from holdfast.optim.tagged_json import UnknownType, decode, encode
+from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.joint_calls import joint_call
 
-_NAME = "save_in_background"
+
+class SaveOptions(TypedDict, total=False):
+    """Optional arguments that `save` and `save_in_background` share."""
+
+    rank_extra: Any
+    assets: Mapping[str, bytes] | None
+    frozen: bool
+    parent: Manifest | None
 
 
-class PendingSave:
-    """A save that is written in the background; a process that ends normally waits for it."""
+def save(  # noqa: PLR0913 - what is saved, and what is said of it
+    path: str,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    rank_extra: Any = None,
+    assets: Mapping[str, bytes] | None = None,
+    frozen: bool = True,
+    parent: Manifest | None = None,
+    timeout_minutes: float = 30.0,
+) -> Manifest:
+    """Write a checkpoint directory atomically; an existing one is never overwritten.
 
-    def __init__(self, path: str, saver: BackgroundSaver[Manifest]) -> None:
-        self.path = path
-        self.asked = False
-        """Whether the caller has asked for the outcome on this rank."""
-        self._saver = saver
-        self._outcome: Manifest | HoldfastError | None = None
+    Args:
+        path: A directory or a URL such as s3://bucket/run/step-00000100.
+        model: The model, whose parameters and persistent buffers are saved under their canonical names.
+        optimizer: The optimizer; parameters without state are saved without state.
+        extra: A value that is equal on all ranks: numbers, texts, lists, tuples, dictionaries, dtypes, small tensors.
+        rank_extra: A value of this rank, saved beside the state of its random generators.
+        assets: Further files by name, taken from rank 0.
+        frozen: Whether to save parameters that are not trained; if not, a load leaves them as they are.
+        parent: Manifest of the checkpoint that this one continues from, as `save`, `load(...).manifest` and `verify`
+            return it; its hash and step are recorded. It is not found automatically, since a directory may hold
+            checkpoints of several loops.
+        timeout_minutes: Longest wait for another rank.
 
-    @property
-    def done(self) -> bool:
-        """Whether the save has ended on this rank, with or without success; other ranks may end a little later."""
-        return self._outcome is not None or self._saver.status != "running"
-
-    def result(self) -> Manifest:
-        """Wait for the end of the save and return the manifest that was written.
-
-        Raises:
-            SaveFailed, DirectoryTaken: As `save`.
-        """
-        outcome = self.outcome()
-        self.asked = True
-        if isinstance(outcome, HoldfastError):
-            raise outcome
-        return outcome
-
-    def outcome(self) -> Manifest | HoldfastError:
-        """Wait for the end of the save and return the manifest, or the error of a failed save."""
-        if self._outcome is None:
-            try:
-                self._outcome = self._saver.collect()
-            except HoldfastError as error:
-                self._outcome = error
-        assert self._outcome is not None
-        return self._outcome
+    Raises:
+        SaveFailed: On all ranks, with the first cause or the rank that did not arrive; nothing was left behind.
+        DirectoryTaken: On all ranks; another job is writing this name to an object store.
+        UnsavableExtra, UnsavableOptimizer: `extra` or the optimizer holds a value of a type that cannot be written; on
+            all ranks.
+    """
+    options = SaveOptions(rank_extra=rank_extra, assets=assets, frozen=frozen, parent=parent)
+    with joint_call("checkpoint.save", timeout_minutes, SaveFailed) as (ranks, reached):
+        prepared = _prepared(ranks, path, model, optimizer, extra, **options)
+        return prepared.committed(prepared.snapshot, ranks, reached)
 
 
 _saver: BackgroundSaver[Manifest] = BackgroundSaver()
@@ -122,20 +138,21 @@ def save_in_background(
     """
     before = _newest[-1] if _newest else None
     outcome = None if before is None else before.outcome()
-    with call(_NAME, timeout_minutes, SaveFailed, "background") as (ranks, _):
+    call = partial(joint_call, "checkpoint.save_in_background", timeout_minutes, SaveFailed, "background")
+    with call() as (ranks, _):
         failure = outcome if isinstance(outcome, HoldfastError) else None
         answers = ranks.gather((failure, before is None or before.asked))
         _newest.clear()
         first = next((error for error, _ in answers if error is not None), None)
         if first is not None and not all(was_read for _, was_read in answers):
             raise first
-        prepared_save = prepared(ranks, path, model, optimizer, extra, **options)
+        prepared = _prepared(ranks, path, model, optimizer, extra, **options)
 
     def write(copy: Snapshot) -> Manifest:
-        with call(_NAME, timeout_minutes, SaveFailed, "background") as (_, reached):
-            return prepared_save.committed(copy, ranks, reached)
+        with call() as (_, reached):
+            return prepared.committed(copy, ranks, reached)
 
-    _saver.start(prepared_save.snapshot, write)
+    _saver.start(prepared.snapshot, write)
     _newest.append(PendingSave(path, _saver))
     return _newest[0]
 
@@ -153,54 +170,6 @@ class Restored:
     notes: tuple[str, ...]
     """Declared deviations, and hyper-parameters that differ."""
     manifest: Manifest
-
-
-def save(  # noqa: PLR0913 - what is saved, and what is said of it
-    path: str,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    extra: Any = None,
-    *,
-    rank_extra: Any = None,
-    assets: Mapping[str, bytes] | None = None,
-    frozen: bool = True,
-    parent: Manifest | None = None,
-    timeout_minutes: float = 30.0,
-) -> Manifest:
-    """Write a checkpoint directory atomically; an existing one is never overwritten.
-
-    Args:
-        path: A directory or a URL such as s3://bucket/run/step-00000100.
-        model: The model, whose parameters and persistent buffers are saved under their canonical names.
-        optimizer: The optimizer; parameters without state are saved without state.
-        extra: A value that is equal on all ranks: numbers, texts, lists, tuples, dictionaries, dtypes, small tensors.
-        rank_extra: A value of this rank, saved beside the state of its random generators.
-        assets: Further files by name, taken from rank 0.
-        frozen: Whether to save parameters that are not trained; if not, a load leaves them as they are.
-        parent: Manifest of the checkpoint that this one continues from, as `save`, `load(...).manifest` and `verify`
-            return it; its hash and step are recorded. It is not found automatically, since a directory may hold
-            checkpoints of several loops.
-        timeout_minutes: Longest wait for another rank.
-
-    Raises:
-        SaveFailed: On all ranks, with the first cause or the rank that did not arrive; nothing was left behind.
-        DirectoryTaken: On all ranks; another job is writing this name to an object store.
-        UnsavableExtra, UnsavableOptimizer: `extra` or the optimizer holds a value of a type that cannot be written; on
-            all ranks.
-    """
-    with call("save", timeout_minutes, SaveFailed) as (ranks, reached):
-        prepared_save = prepared(
-            ranks,
-            path,
-            model,
-            optimizer,
-            extra,
-            rank_extra=rank_extra,
-            assets=assets,
-            frozen=frozen,
-            parent=parent,
-        )
-        return prepared_save.committed(prepared_save.snapshot, ranks, reached)
 
 
 def load(
@@ -227,7 +196,7 @@ def load(
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was changed.
         RankFailed: Another rank did not arrive; the message names it.
     """
-    with call("load", timeout_minutes, RankFailed) as (ranks, _):
+    with joint_call("checkpoint.load", timeout_minutes, RankFailed) as (ranks, _):
         storage, name = ranks.on_all_ranks(lambda: place_of(path))
         loaded: LoadedState = reader.load_state(
             storage,
@@ -237,7 +206,7 @@ def load(
             ranks,
             declared=declared,
             hyperparameters=hyperparameters,
-            check=check_extra,
+            check=_check_extra,
         )
     rank_state = loaded.rank_state
     if rank_state is not None:
@@ -292,10 +261,10 @@ def rehearse(  # noqa: PLR0913 - a public verb; its options are keywords
         UnsavableExtra: `extra` holds a value of a type that cannot be written; on all ranks.
         RankFailed: Another rank did not arrive; the message names it.
     """
-    with call("rehearse", timeout_minutes, RankFailed) as (ranks, _):
+    with joint_call("checkpoint.rehearse", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
             state = rehearsal.NonTensorState(
-                {"extra": encoded_extra(extra)}, {"extra": encoded_extra(rank_extra)}, assets or {}
+                {"extra": _encoded_extra(extra)}, {"extra": _encoded_extra(rank_extra)}, assets or {}
             )
         return rehearsal.run_rehearsal(
             open_storage(path), model, optimizer, ranks, counts=rehearsal.CheckpointCounts(keep), state=state
@@ -318,3 +287,90 @@ def clean(path: str) -> None:
     if storage.exists(""):
         with lease_of(storage):
             retention.remove_leftovers(storage, wait=True)
+
+
+def place_of(path: str) -> tuple[Storage, str]:
+    """Split a checkpoint's path into the storage it is in and its name there."""
+    scheme, colon, location = str(path).rpartition("://")
+    full_path = PurePosixPath(location)
+    return open_storage(f"{scheme}{colon}{full_path.parent}"), full_path.name
+
+
+class UnsavableExtra(UserError):  # noqa: N818 - the name says what is wrong
+    """`extra` holds a value of a type that cannot be written to a checkpoint."""
+
+
+def _encoded_extra(value: Any) -> Any:
+    """Return `extra` or `rank_extra` as tagged JSON.
+
+    Raises:
+        UnsavableExtra: It holds a value of a type that cannot be written.
+    """
+    try:
+        return encode(value)
+    except UnknownType as error:
+        raise UnsavableExtra(
+            f"extra holds a {error}, which has no written form. Use numbers, texts, lists, tuples, dictionaries, "
+            "dtypes or small tensors; per-tensor state belongs into the model or the optimizer."
+        ) from None
+
+
+def _check_extra(shared: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
+    """Raise if the `extra` of a checkpoint cannot be decoded; called before anything live is changed."""
+    decode((shared if rank_state is None else rank_state).get("extra"))
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """The checked arguments of a save: where to write, the live tensors, and the fields of the manifest."""
+
+    storage: Storage
+    name: str
+    snapshot: Snapshot
+    """Snapshot of the live tensors."""
+    about: About
+
+    def committed(self, snapshot: Snapshot, ranks: RankGroup, reached: Callable[[str], None]) -> Manifest:
+        """Write `self.snapshot` or a copy of it as a checkpoint; all ranks call this together."""
+        with ExitStack() as stack:
+            with together_in_phase(ranks, "begin"):
+                if ranks.rank == 0 and not self.storage.renames:
+                    stack.enter_context(ObjectLease(self.storage, self.name))
+            return commit(snapshot, self.storage, self.about, ranks, name=self.name, reached=reached)
+
+
+def _prepared(  # noqa: PLR0913 - the arguments of `save`
+    ranks: RankGroup,
+    path: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Any,
+    *,
+    rank_extra: Any = None,
+    assets: Mapping[str, bytes] | None = None,
+    frozen: bool = True,
+    parent: Manifest | None = None,
+) -> PreparedSave:
+    """Check the arguments of `save` and take a snapshot of the live tensors.
+
+    Raises:
+        UnsavableExtra, UnsavableOptimizer: On all ranks.
+    """
+    with ranks.together():
+        storage, name = place_of(path)
+        snapshot = take(
+            hold(model, frozen=frozen),
+            optimizer,
+            shared={"extra": _encoded_extra(extra)},
+            rank_state={"extra": _encoded_extra(rank_extra)},
+            assets=assets,
+        )
+    about = About(
+        run_id=storage.root,
+        step=step_of(name) or 0,
+        parent=None if parent is None else parent.hash,
+        parent_step=None if parent is None else parent.step,
+        mesh=mesh_of(model),
+        versions=versions(),
+    )
+    return PreparedSave(storage, name, snapshot, about)

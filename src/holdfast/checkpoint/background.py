@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import SaveFailed
+from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import Snapshot, staged
 from holdfast.errors import HoldfastError
 
@@ -50,10 +52,13 @@ class BackgroundSaver(Generic[Written]):
         """
         assert self._thread is None, "one save is in flight; collect it first"
         to_write = staged(snapshot, self._buffers) if copy else snapshot
+        stream = _stream_of_caller(to_write)
         self._result = self._error = None
 
         def work() -> None:
             try:
+                if stream is not None:
+                    torch.accelerator.set_stream(stream)  # sets the device of this thread too
                 self._result = write(to_write)
             except HoldfastError as error:
                 self._error = error
@@ -84,3 +89,51 @@ class BackgroundSaver(Generic[Written]):
             error, self._error = self._error, None
             raise error
         return self._result
+
+
+def _stream_of_caller(snapshot: Snapshot) -> torch.Stream | None:
+    """Return the caller's stream on the device of a snapshot's tensors; None if all of them are on the host.
+
+    A thread begins on the first device, with its default stream. A copy to the host that is queued there does not wait
+    for kernels on another stream, so that a checkpoint would hold tensors as they were before the last update.
+    """
+    device = next((tensor.device for tensor in snapshot.tensors.values() if tensor.device.type == "cuda"), None)
+    return None if device is None else torch.accelerator.current_stream(device)
+
+
+class PendingSave:
+    """A save that is written in the background; a process that ends normally waits for it."""
+
+    def __init__(self, path: str, saver: BackgroundSaver[Manifest]) -> None:
+        self.path = path
+        self.asked = False
+        """Whether the caller has asked for the outcome on this rank."""
+        self._saver = saver
+        self._outcome: Manifest | HoldfastError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended on this rank, with or without success; other ranks may end a little later."""
+        return self._outcome is not None or self._saver.status != "running"
+
+    def result(self) -> Manifest:
+        """Wait for the end of the save and return the manifest that was written.
+
+        Raises:
+            SaveFailed, DirectoryTaken: As `save`.
+        """
+        outcome = self.outcome()
+        self.asked = True
+        if isinstance(outcome, HoldfastError):
+            raise outcome
+        return outcome
+
+    def outcome(self) -> Manifest | HoldfastError:
+        """Wait for the end of the save and return the manifest, or the error of a failed save."""
+        if self._outcome is None:
+            try:
+                self._outcome = self._saver.collect()
+            except HoldfastError as error:
+                self._outcome = error
+        assert self._outcome is not None
+        return self._outcome

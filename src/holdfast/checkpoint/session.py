@@ -45,7 +45,7 @@ class Session:
         ranks: A process group that nothing else uses while a save is running.
         run_id: Identifier of the run.
         retention: Rule for which checkpoints are kept.
-        background: Whether to copy the tensors and write on a thread.
+        background: Whether to copy the tensors, so that `save` returns while they are written.
         read_back: Whether to compare hashes of the files on disk before older checkpoints are deleted.
         reached: Called with the name of every phase of a save, and with "retention".
         late: Called with a phase; describes the ranks that a save waited for until its time-out.
@@ -71,7 +71,6 @@ class Session:
     """Identity of the running save; a thread whose save was given up holds another one and stops."""
     _parent: Manifest | None = None
     _saver: BackgroundSaver[Saved] = field(default_factory=BackgroundSaver)
-    _outcome: Saved | CheckpointError | None = None
 
     @property
     def newest(self) -> Manifest | None:
@@ -81,8 +80,6 @@ class Session:
     @property
     def status(self) -> Status:
         """State of the running save on this rank; ranks compare theirs before they collect."""
-        if self._outcome is not None:
-            return "failed" if isinstance(self._outcome, CheckpointError) else "done"
         return self._saver.status
 
     def _about_of(self, step: int, about: Mapping[str, Any]) -> About:
@@ -113,14 +110,6 @@ class Session:
             about: Further fields of `About`, such as the metrics of this step.
         """
         about_save = self._about_of(step, about)
-        if not self.background and not all(tensor.device.type == "cpu" for tensor in snapshot.tensors.values()):
-            # A thread would have to know the device and the stream that the tensors live on.
-            self._attempt = attempt = object()
-            try:
-                self._outcome = self._write(snapshot, about_save, attempt)
-            except CheckpointError as error:
-                self._outcome = error
-            return
         # On a thread also where training waits: a file system that hangs can then be given up, and be named.
         self._attempt = attempt = object()
         self._saver.start(snapshot, lambda staged: self._write(staged, about_save, attempt), copy=self.background)
@@ -191,11 +180,7 @@ class Session:
         Raises:
             CheckpointError: The save failed; the same on all ranks, and earlier checkpoints are intact.
         """
-        outcome, self._outcome = self._outcome, None
-        if outcome is None:
-            outcome = self._saver.collect()
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        if outcome is not None:
-            self._parent = outcome.manifest
-        return outcome
+        saved = self._saver.collect()
+        if saved is not None:
+            self._parent = saved.manifest
+        return saved

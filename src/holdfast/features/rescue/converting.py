@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.calls import place_of
+from holdfast.checkpoint.api import place_of
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.manifest import (
     FORMAT,

@@ -100,6 +100,7 @@ REPLACED: dict[str, Any] = {
     "torch:Tensor.is_pinned": _always(True),
     "torch.nn.functional:scaled_dot_product_attention": _attention,
     "torch.accelerator:current_stream": _always(FakeStream()),
+    "torch.accelerator:set_stream": _nothing,
     **_of_cuda(FakeStream, "Stream", "Event", "device"),
     **_of_cuda(_always(FakeStream()), "current_stream", "default_stream"),
     **_of_cuda(_nothing, "set_device", "synchronize", "empty_cache", "_lazy_init", "set_rng_state"),
