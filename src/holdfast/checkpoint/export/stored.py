@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
-from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.adapters import Description, write_adapters
-from holdfast.checkpoint.export.card import CARD, card_of
+from holdfast.checkpoint.export.assets import ExportFailed
+from holdfast.checkpoint.export.card import Papers, card_of
 from holdfast.checkpoint.export.frozen import frozen_weights, with_dtype
-from holdfast.checkpoint.export.model import (
-    ExportFormat,
+from holdfast.checkpoint.export.write import (
     check_outside,
     check_target,
+    model_weights,
     sync_directory,
-    write_model,
+    write_export,
 )
-from holdfast.checkpoint.export.small_files import ExportFailed
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import MODEL, OPTIM
 from holdfast.checkpoint.inspect.tensors import ModelTensors, StoredCheckpoint
@@ -44,7 +43,7 @@ from holdfast.config.verbs.roots import verb_of
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 from holdfast.files import read_json
-from holdfast.models.adapters.files import PEFT_PREFIX, modules_in
+from holdfast.models.adapters.files import modules_in
 from holdfast.models.adapters.live import Join, joins_of
 from holdfast.models.adapters.lora import add_adapters
 from holdfast.models.files.conversion import Header
@@ -96,7 +95,7 @@ def export_stored(  # noqa: PLR0913 - what is written, from where, and how
     _check_writable(directory)
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
-        texts = _texts(checkpoints, Path(folder), averaged=averaged)
+        papers = _papers(checkpoints, Path(folder), averaged=averaged)
         tensors = ModelTensors(checkpoints, averaged=averaged)
         sources = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
         joins = _joins(origin, _model_section(Path(folder)))
@@ -110,8 +109,8 @@ def export_stored(  # noqa: PLR0913 - what is written, from where, and how
                 return _joined(joins[name], sources, frozen)
             return frozen[name] if name in frozen else tensors[name]
 
-        form = ExportFormat(dtype, largest_file_bytes, texts)
-        write_model(_Tensors(headers, read, last), headers, origin, directory, RankGroup(), form)
+        weights = model_weights(_Tensors(headers, read, last), headers, origin, dtype, largest_file_bytes)
+        write_export(weights, papers, directory, RankGroup(), origin)
 
 
 def export_stored_adapter(
@@ -135,7 +134,7 @@ def export_stored_adapter(
     _check_writable(directory)
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         _lay_assets(checkpoint, Path(folder))
-        texts = _texts([checkpoint], Path(folder), averaged=averaged)
+        papers = _papers([checkpoint], Path(folder), averaged=averaged)
         lora = _model_section(Path(folder)).lora
         about = Path(folder) / ADAPTERS
         described_as = None if not about.exists() else Description(**read_json(about))
@@ -148,18 +147,19 @@ def export_stored_adapter(
         )
     if described_as is None:
         raise NoCheckpoint(f"{checkpoint.path} does not describe its adapters: it was not saved by a training run.")
+    modules = tuple(f"{module}." for module in modules_in(described_as.settings))
+    headers = {
+        name: header
+        for name, header in checkpoint.model_headers(dtype).items()
+        if ".lora_" in name or name.startswith(modules)
+    }
     stored = ModelTensors([checkpoint], averaged=averaged)
-    tensors = {}
-    module_prefixes = tuple(f"{module}." for module in modules_in(described_as.settings))
-    with _reading(checkpoint):
-        for name in stored:
-            if ".lora_" in name or name.startswith(module_prefixes):
-                tensors[PEFT_PREFIX + name] = stored[name] if dtype is None else stored[name].to(dtype)
-    write_adapters(directory, tensors, described_as, texts)
+    tensors = _Tensors(headers, stored.__getitem__, checkpoint)
+    write_adapters(tensors, headers, described_as, directory, RankGroup(), papers, dtype=dtype)
 
 
-def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> dict[str, str]:
-    """Return what an export holds besides the model's own files: configuration, and what it is an export of."""
+def _papers(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> Papers:
+    """Return what an export says of itself: the run's configuration, its run and step, and its card."""
     manifest, steps = checkpoints[-1].manifest, [checkpoint.manifest.step for checkpoint in checkpoints]
     config = to_yaml(public_configuration(_settings(folder), WHOLE))  # of checkpoints of earlier commits, whole
     parent = folder / PARENT
@@ -174,7 +174,7 @@ def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: b
     settings = _settings(folder)
     numbers = {name: value for name, value in manifest.metrics.items() if value is not None}
     card = card_of(settings, verb_of(settings), about, numbers, manifest.fingerprints.get("data", {}))
-    return {EXPORTED_CONFIG: config, ABOUT: about.text(), CARD: card}
+    return Papers(about, card, {EXPORTED_CONFIG: config})
 
 
 def _check_writable(target: Path) -> None:

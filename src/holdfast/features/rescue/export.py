@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
-from holdfast.checkpoint.export.about import ABOUT_FILE, Exported
-from holdfast.checkpoint.export.model import ExportFormat, check_outside, write_model
+from holdfast.checkpoint.export.about import Exported
+from holdfast.checkpoint.export.card import Papers
+from holdfast.checkpoint.export.write import check_outside, model_weights, write_export
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError
@@ -28,7 +29,6 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mode
 _SMALL = {".json", ".txt", ".jinja", ".model"}
 _MOST_BYTES = 64 * 2**20
 """Of a file that describes a model or its tokens: the largest vocabularies take some 30 MiB."""
-_LARGEST_FILE_BYTES = 5_000_000_000
 
 
 def export_foreign(
@@ -66,8 +66,8 @@ def export_foreign(
             run_id="", run=f"{checkpoint.system} {checkpoint.path.name}", step=checkpoint.step or 0,
             parent={"imported": str(checkpoint.path), "system": checkpoint.system},
         )  # fmt: skip
-        form = ExportFormat(dtype, _LARGEST_FILE_BYTES, {ABOUT_FILE: about.text()})
-        write_model(LazyTensors(weights), headers, origin, directory, RankGroup(), form)
+        planned = model_weights(LazyTensors(weights), headers, origin, dtype)
+        write_export(planned, Papers(about), directory, RankGroup(), origin)
 
 
 def _written(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

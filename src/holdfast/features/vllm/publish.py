@@ -80,13 +80,14 @@ def _stream(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors on rank 0, on the CPU or where they are; elsewhere send their shards."""
     holdings, is_first = held_tensors(sharded.model, merge=merge), sharded.setting.world.is_first
-    for name, pieces in converted_tensors(holdings, plan.conversions, _dtype(sharded), keep=is_first):
-        shards = list(pieces)
-        tensor = shards[0] if len(shards) == 1 else torch.cat(shards)
-        tensor = tensor if on_device else tensor.cpu()
-        yield name, tensor
-        if plan.tie is not None and name == plan.tie[0]:
-            yield plan.tie[1], tensor
+    with converted_tensors(holdings, plan.conversions, _dtype(sharded), keep=is_first) as tensors:
+        for name, pieces in tensors:
+            shards = list(pieces)
+            tensor = shards[0] if len(shards) == 1 else torch.cat(shards)
+            tensor = tensor if on_device else tensor.cpu()
+            yield name, tensor
+            if plan.tie is not None and name == plan.tie[0]:
+                yield plan.tie[1], tensor
 
 
 def _dtype(sharded: ShardedModel) -> torch.dtype:
