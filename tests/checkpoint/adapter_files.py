@@ -19,4 +19,4 @@ def write_adapters_of(number: float, place: Path, reached: ExportReached = lambd
     """Write adapters, on one process."""
     tensors = {"layer.lora_A.weight": torch.full((2, 3), number)}
     about, papers = Description("{}", base=None), Papers(texts=TEXTS)
-    write_adapters(tensors, headers_of(tensors, None), about, place, RankGroup(), papers, reached=reached)
+    write_adapters(tensors.__getitem__, headers_of(tensors, None), about, place, RankGroup(), papers, reached=reached)

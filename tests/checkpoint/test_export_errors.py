@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +22,18 @@ from tests.models.directories import tensors_in, write_directory
 LORA = {"rank": 4, "alpha": 8.0}
 
 
-class Unreadable(Mapping[str, Holding]):
-    """A model's tensors, of which one cannot be read on this rank."""
-
-    def __init__(self, inner: Mapping[str, Holding], number: int, error: Exception) -> None:
-        self._inner, self._name, self._error = inner, sorted(inner)[number], error
-
-    def __getitem__(self, name: str) -> Holding:
-        if name == self._name:
-            raise self._error
-        return self._inner[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._inner)
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-
 def export_unreadable(
     world: World, source: str, place: str, victim: int, number: int, error: Exception, lora: Any = None
 ) -> None:
     policy, origin = build(world, {"path": source, "lora": lora})
     holdings = held_tensors(policy)
-    weights = model_weights(holdings, headers_of(holdings, None), origin)
-    if world.rank == victim:
-        weights = replace(weights, holdings=Unreadable(holdings, number, error))
+
+    def read(name: str) -> Holding:
+        if world.rank == victim and name == sorted(holdings)[number]:
+            raise error
+        return holdings[name]
+
+    weights = model_weights(read, headers_of(holdings, None), origin)
     write_export(weights, Papers(), Path(place), RankGroup(), origin)
 
 

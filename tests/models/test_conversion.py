@@ -39,7 +39,7 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
 
 def whole(held: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: Any = None) -> dict[str, torch.Tensor]:
     """Join the pieces of each tensor."""
-    with converted_tensors(held, conversions, dtype, keep=True) as tensors:
+    with converted_tensors(held.__getitem__, conversions, dtype, keep=True) as tensors:
         found = {name: list(pieces) for name, pieces in tensors}
     return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in found.items()}
 

@@ -240,7 +240,7 @@ Pieces = Iterator[Tensor]
 
 @contextmanager
 def converted_tensors(
-    holdings: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
+    read: Callable[[str], Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
 ) -> Iterator[Iterator[tuple[str, Pieces]]]:
     """Give the block full tensors under the names that files of the model have, gathered one group at a time.
 
@@ -248,7 +248,7 @@ def converted_tensors(
     the gathering ends the stream on all ranks, the others with `StreamStopped`.
 
     Args:
-        holdings: From `held_tensors`.
+        read: Returns a tensor, or this rank's shard of it, by canonical name; called once for each.
         conversions: From `plan_outgoing`, on their headers.
         dtype: Cast floating-point tensors to this.
         keep: Whether this is rank 0, which receives the tensors; other ranks send their shards and are given nothing.
@@ -260,7 +260,7 @@ def converted_tensors(
     """
     line = _Line()
     try:
-        tensors = _converted(holdings, conversions, dtype, line, keep=keep)
+        tensors = _converted(read, conversions, dtype, line, keep=keep)
         yield tensors
         deque(tensors, maxlen=0)
         line.end()
@@ -270,7 +270,7 @@ def converted_tensors(
 
 
 def _converted(
-    holdings: Mapping[str, Holding],
+    read: Callable[[str], Holding],
     conversions: Sequence[Conversion],
     dtype: torch.dtype | None,
     line: _Line,
@@ -279,7 +279,7 @@ def _converted(
 ) -> Iterator[tuple[str, Pieces]]:
     for conversion in conversions:
         if conversion.renames_only:
-            pieces = (_cast(piece, dtype) for piece in _pieces_on_first(holdings[conversion.sources[0]], line))
+            pieces = (_cast(piece, dtype) for piece in _pieces_on_first(read(conversion.sources[0]), line))
             if keep:
                 yield next(iter(conversion.targets)), pieces
             # Every rank must run through all sends and receives, also if the consumer stopped early, or
@@ -287,7 +287,7 @@ def _converted(
             for _ in pieces:
                 pass
             continue
-        gathered = _gathered(holdings, conversion.sources, dtype, line)
+        gathered = _gathered(read, conversion.sources, dtype, line)
         if keep:
             # No name may hold a tensor that was handed out while the next one is gathered.
             yield from _handed_out(conversion.run(gathered))
@@ -299,12 +299,12 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _gathered(
-    holdings: Mapping[str, Holding], names: Sequence[str], dtype: torch.dtype | None, line: _Line
+    read: Callable[[str], Holding], names: Sequence[str], dtype: torch.dtype | None, line: _Line
 ) -> dict[str, Tensor]:
     """Return whole tensors, cast if asked to, on rank 0; nothing elsewhere."""
     whole_tensors = {}
     for name in names:
-        tensor = _whole_on_first(holdings[name], line)
+        tensor = _whole_on_first(read(name), line)
         if tensor is not None:
             whole_tensors[name] = _cast(tensor, dtype)
     return whole_tensors

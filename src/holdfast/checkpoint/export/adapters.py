@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint.export.card import Papers
-from holdfast.checkpoint.export.write import ExportReached, Weights, raised_together, write_export
+from holdfast.checkpoint.export.write import ExportReached, Weights, raised_together, with_dtype, write_export
 from holdfast.models.adapters.files import BASE, PEFT_PREFIX, SETTINGS, WEIGHTS, names_in_file
 from holdfast.models.files.conversion import Header, renamed
 from holdfast.parallel.collectives import RankGroup
@@ -54,11 +54,11 @@ def export_adapters(
         parameters = sharded_parameters(policy)
         tensors = {name: parameters[name] for name in names_in_file(policy)}
         headers = headers_of(tensors, None)
-    write_adapters(tensors, headers, about, directory, ranks, papers, reached=reached)
+    write_adapters(tensors.__getitem__, headers, about, directory, ranks, papers, reached=reached)
 
 
 def write_adapters(  # noqa: PLR0913 - as `export_adapters`
-    tensors: Mapping[str, Holding],
+    read: Callable[[str], Holding],
     headers: Mapping[str, Header],
     about: Description,
     directory: Path,
@@ -68,11 +68,11 @@ def write_adapters(  # noqa: PLR0913 - as `export_adapters`
     dtype: torch.dtype | None = None,
     reached: ExportReached = lambda _: None,
 ) -> None:
-    """Write what `export_adapters` does, from tensors that may be sharded, or be read only when they are asked for.
+    """Write what `export_adapters` does, from tensors in memory or on disk.
 
     Args:
-        tensors: By canonical name.
-        headers: Their shapes, with the dtypes that are written.
+        read: Returns a tensor, or this rank's shard of it, by canonical name.
+        headers: Shape and dtype of each.
         about, directory, ranks, papers, reached: As in `export_adapters`.
         dtype: Cast to this; None keeps what is stored.
 
@@ -80,8 +80,8 @@ def write_adapters(  # noqa: PLR0913 - as `export_adapters`
         ExportFailed: As `export_adapters`.
     """
     names = {PEFT_PREFIX + name: name for name in sorted(headers)}
-    plan = renamed(names, {target: headers[name] for target, name in names.items()})
+    plan = renamed(names, with_dtype({target: headers[name] for target, name in names.items()}, dtype))
     notes = {} if about.base is None else {BASE: about.base}
-    weights = Weights(tensors, plan, {WEIGHTS: list(names)}, dtype, notes)
+    weights = Weights(read, plan, {WEIGHTS: list(names)}, dtype, notes)
     papers = replace(papers, texts={**papers.texts, SETTINGS: about.settings})
     write_export(weights, papers, directory, ranks, None, reached)

@@ -106,10 +106,8 @@ The tokenizer is that of the base.
 class Card:
     """A model card that does not name its files yet."""
 
-    base_model: str | None
-    """Name on the hub."""
-    pipeline_tag: str
-    tags: list[str]
+    metadata: Mapping[str, Any]
+    """Front matter that hubs read; arguments of `ModelCardData`."""
     facts: Mapping[str, Any]
     """Values of the template."""
 
@@ -120,15 +118,9 @@ class Card:
             files: Size and xxh3_128 by name.
             adapter: Whether these are adapters alone.
         """
-        data = ModelCardData(
-            base_model=self.base_model,
-            library_name="peft" if adapter else "transformers",
-            pipeline_tag=self.pipeline_tag,
-            tags=self.tags,
-        )
-        kind = "SequenceClassification" if self.pipeline_tag == "text-classification" else "CausalLM"
+        kind = "SequenceClassification" if self.metadata["pipeline_tag"] == "text-classification" else "CausalLM"
         card = ModelCard.from_template(
-            data,
+            ModelCardData(library_name="peft" if adapter else "transformers", **self.metadata),
             template_str=_TEMPLATE,
             loader=f"{'AutoPeft' if adapter else 'Auto'}ModelFor{kind}",
             trust=", trust_remote_code=True" if any(name.endswith(".py") for name in files) else "",
@@ -188,9 +180,11 @@ def card_of(
     mean = " as the mean of steps " + ", ".join(map(str, exported.steps)) if exported.steps else ""
     averages = ", the averages of the weights that the run kept" if exported.weights == "averages" else ""
     return Card(
-        path if on_hub else None,
-        "text-classification" if verb == "reward" else "text-generation",
-        ["holdfast", verb],
+        {
+            "base_model": path if on_hub else None,
+            "pipeline_tag": "text-classification" if verb == "reward" else "text-generation",
+            "tags": ["holdfast", verb],
+        },
         {
             "title": public_text(exported.run) or "model",
             "origin": f"{_METHODS.get(verb, verb).capitalize()}, exported by Holdfast at step {exported.step:,}{mean}"

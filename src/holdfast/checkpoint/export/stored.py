@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.adapters import Description, write_adapters
 from holdfast.checkpoint.export.assets import ExportFailed
 from holdfast.checkpoint.export.card import Papers, card_of
-from holdfast.checkpoint.export.frozen import frozen_weights, with_dtype
+from holdfast.checkpoint.export.frozen import frozen_weights
 from holdfast.checkpoint.export.write import (
     check_outside,
     check_target,
@@ -96,20 +96,26 @@ def export_stored(  # noqa: PLR0913 - what is written, from where, and how
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
         papers = _papers(checkpoints, Path(folder), averaged=averaged)
-        tensors = ModelTensors(checkpoints, averaged=averaged)
-        sources = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
-        joins = _joins(origin, _model_section(Path(folder)))
-        named = {"path": _settings(Path(folder))["model"]["path"]}
-        frozen = frozen_weights(checkpoints, origin, _model_section(Path(folder)).model_copy(update=named), base)
-        headers = last.model_headers(dtype) | with_dtype(frozen.headers, dtype)
-        _merge(headers, joins, dtype)
+        means = ModelTensors(checkpoints, averaged=averaged)
+        each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
+        section = _model_section(Path(folder))
+        joins = _joins(origin, section)
+        named = section.model_copy(update={"path": _settings(Path(folder))["model"]["path"]})
+        frozen, read_frozen = frozen_weights(checkpoints, origin, named, base)
+        headers = last.model_headers(None) | frozen
+        _merge(headers, joins)
+
+        def stored(tensors: ModelTensors, name: str) -> Tensor:
+            return read_frozen(name) if name in frozen else tensors[name]
 
         def read(name: str) -> Tensor:
-            if name in joins:
-                return _joined(joins[name], sources, frozen)
-            return frozen[name] if name in frozen else tensors[name]
+            with _reading(last):
+                if name not in joins:
+                    return stored(means, name)
+                join = joins[name]
+                return _mean([join.run([stored(tensors, part) for part in join.inputs]) for tensors in each])
 
-        weights = model_weights(_Tensors(headers, read, last), headers, origin, dtype, largest_file_bytes)
+        weights = model_weights(read, headers, origin, dtype, largest_file_bytes)
         write_export(weights, papers, directory, RankGroup(), origin)
 
 
@@ -150,12 +156,16 @@ def export_stored_adapter(
     modules = tuple(f"{module}." for module in modules_in(described_as.settings))
     headers = {
         name: header
-        for name, header in checkpoint.model_headers(dtype).items()
+        for name, header in checkpoint.model_headers(None).items()
         if ".lora_" in name or name.startswith(modules)
     }
     stored = ModelTensors([checkpoint], averaged=averaged)
-    tensors = _Tensors(headers, stored.__getitem__, checkpoint)
-    write_adapters(tensors, headers, described_as, directory, RankGroup(), papers, dtype=dtype)
+
+    def read(name: str) -> Tensor:
+        with _reading(checkpoint):
+            return stored[name]
+
+    write_adapters(read, headers, described_as, directory, RankGroup(), papers, dtype=dtype)
 
 
 def _papers(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> Papers:
@@ -199,23 +209,6 @@ def _reading(checkpoint: StoredCheckpoint) -> Iterator[None]:
         ) from error
 
 
-class _Tensors(Mapping[str, Tensor]):
-    """Tensors of a checkpoint, which another process may delete while they are being read."""
-
-    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], checkpoint: StoredCheckpoint) -> None:
-        self._names, self._read, self._checkpoint = tuple(names), read, checkpoint
-
-    def __getitem__(self, name: str) -> Tensor:
-        with _reading(self._checkpoint):
-            return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def _model_section(folder: Path) -> ModelConfig:
     """Return the run's model section, with what the checkpoint's own files say in the place of its origin."""
     section = {**_settings(folder)["model"], "path": str(folder), "config": None}
@@ -235,20 +228,17 @@ def _joins(origin: Blueprint, section: ModelConfig) -> dict[str, Join]:
     return joins_of(model)
 
 
-def _merge(headers: dict[str, Header], joins: Mapping[str, Join], dtype: torch.dtype | None) -> None:
+def _merge(headers: dict[str, Header], joins: Mapping[str, Join]) -> None:
     """Put the matrix of each join in the place of its parts."""
     for name, join in joins.items():
         for key in join.inputs[1:]:
             del headers[key]
         if join.header is not None:
-            headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
+            headers[name] = join.header
 
 
-def _joined(join: Join, sources: Sequence[ModelTensors], frozen: Mapping[str, Tensor]) -> Tensor:
-    """Return a matrix with its adapter merged; of several checkpoints the mean of what each one computes with."""
-    matrices = [
-        join.run([frozen[name] if name in frozen else tensors[name] for name in join.inputs]) for tensors in sources
-    ]
+def _mean(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the mean of the matrices that checkpoints compute with, taken in float64."""
     total = sum(matrix.to(torch.float64) for matrix in matrices)
     assert isinstance(total, Tensor)
     return (total / len(matrices)).to(matrices[-1].dtype)

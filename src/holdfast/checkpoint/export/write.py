@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -37,8 +37,8 @@ EXPORT_PHASES = ("tensors", "assets", "read back", "publish", "published")
 class Weights:
     """The tensors of an export, and the names and files that they get."""
 
-    holdings: Mapping[str, Holding]
-    """Shards of a model in memory, or tensors that are read when they are asked for; by canonical name."""
+    read: Callable[[str], Holding]
+    """Returns a tensor, or this rank's shard of it, by canonical name: from memory, or from a file."""
     conversions: Sequence[Conversion]
     files: Mapping[str, list[str]]
     """Names in each file, in the order of the conversions."""
@@ -83,13 +83,14 @@ def export(  # noqa: PLR0913 - a public verb; its options are keywords
     """
     with raised_together(directory, ranks):
         holdings = held_tensors(policy)
-        weights = model_weights(holdings, headers_of(holdings, dtype), origin, dtype, largest_file_bytes)
+        headers = headers_of(holdings, None)
+        weights = model_weights(holdings.__getitem__, headers, origin, dtype, largest_file_bytes)
     write_export(weights, papers, directory, ranks, origin, reached)
 
 
 def model_weights(
-    holdings: Mapping[str, Holding],
-    held_headers: Mapping[str, Header],
+    read: Callable[[str], Holding],
+    held: Mapping[str, Header],
     origin: Blueprint,
     dtype: torch.dtype | None = None,
     largest_file_bytes: int = 5_000_000_000,
@@ -97,16 +98,24 @@ def model_weights(
     """Plan names and files of a model's tensors; no tensor is read.
 
     Args:
-        holdings: The model's tensors under their canonical names.
-        held_headers: Their shapes, with the dtypes that are written.
+        read: Returns a tensor of the model, or this rank's shard of it, by canonical name.
+        held: Shape and dtype of each.
         origin, dtype, largest_file_bytes: As in `export`.
 
     Raises:
         ModelError: A parameter has no place in the model's directory.
     """
-    conversions = plan_outgoing(origin.skeleton, held_headers, origin.used_conversions)
-    headers = Weights(holdings, conversions, {}).headers
-    return Weights(holdings, conversions, plan_files(headers, largest_file_bytes), dtype)
+    conversions = plan_outgoing(origin.skeleton, with_dtype(held, dtype), origin.used_conversions)
+    weights = Weights(read, conversions, {}, dtype)
+    return replace(weights, files=plan_files(weights.headers, largest_file_bytes))
+
+
+def with_dtype(headers: Mapping[str, Header], dtype: torch.dtype | None) -> dict[str, Header]:
+    """Return headers with floating-point dtypes replaced by `dtype` if given."""
+    return {
+        name: header if dtype is None or not header.dtype.is_floating_point else header._replace(dtype=dtype)
+        for name, header in headers.items()
+    }
 
 
 def check_export_names(policy: nn.Module, origin: Blueprint, dtype: torch.dtype | None) -> dict[str, Header]:
@@ -116,7 +125,7 @@ def check_export_names(policy: nn.Module, origin: Blueprint, dtype: torch.dtype 
         ModelError: A parameter has no place in the model's directory.
     """
     holdings = held_tensors(policy)
-    return model_weights(holdings, headers_of(holdings, dtype), origin).headers
+    return model_weights(holdings.__getitem__, headers_of(holdings, None), origin, dtype).headers
 
 
 def write_export(  # noqa: PLR0913, PLR0917 - what is written, where, by whom
@@ -142,7 +151,7 @@ def write_export(  # noqa: PLR0913, PLR0917 - what is written, where, by whom
         ExportFailed: Any rank has an error, or what was written reads back differently; on all ranks.
     """
     with raised_together(directory, ranks), ExitStack() as places:
-        with converted_tensors(weights.holdings, weights.conversions, weights.dtype, keep=ranks.rank == 0) as tensors:
+        with converted_tensors(weights.read, weights.conversions, weights.dtype, keep=ranks.rank == 0) as tensors:
             if ranks.rank == 0:
                 check_target(directory)
                 staging = places.enter_context(_staging_beside(directory))

@@ -40,7 +40,8 @@ def adapter_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     headers = adapter_headers(sharded)
     plan = renamed({name: name.removeprefix(PEFT_PREFIX) for name in headers}, headers)
     dtype, is_first = getattr(torch, sharded.plan.compute_dtype), sharded.setting.world.is_first
-    with converted_tensors(sharded_parameters(sharded.model), plan, dtype, keep=is_first) as tensors:
+    parameters = sharded_parameters(sharded.model)
+    with converted_tensors(parameters.__getitem__, plan, dtype, keep=is_first) as tensors:
         for name, pieces in tensors:
             yield name, torch.cat([piece.cpu() for piece in pieces])
 
