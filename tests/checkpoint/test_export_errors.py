@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.export.adapters import Description, export_adapters
 from holdfast.checkpoint.export.card import Papers
-from holdfast.checkpoint.export.write import EXPORT_PHASES, export, model_weights, write_export
+from holdfast.checkpoint.export.write import EXPORT_PHASES, Weights, export, model_weights, write_export
+from holdfast.models.files.conversion import Header, renamed
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import Holding, headers_of, held_tensors
@@ -135,3 +140,29 @@ def test_a_place_that_cannot_be_written_is_told_on_all_ranks_before_a_tensor_is_
     errors = pools(2).errors(export_whole, str(tmp_path / "in"), str(tmp_path / "file/model"), timeout_seconds=60)
 
     assert_one_error(errors, "ExportFailed", "File exists", str(tmp_path / "file"))
+
+
+def export_without_room(world: World, place: str) -> None:
+    """Export two tensors of 256 MiB of which rank 0 can take its own half alone."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    tensor = DTensor.from_local(torch.zeros(2**25), mesh, [Shard(0)])
+    plan = renamed({"first": "a", "second": "b"}, dict.fromkeys(("first", "second"), Header((2**26,), torch.float32)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+
+    def reached(name: str) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**25, hard))
+
+    weights = Weights(lambda _: tensor, plan, {"model.safetensors": ["first", "second"]})
+    try:
+        write_export(weights, Papers(), Path(place), RankGroup(), None, reached)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_writer_without_room_for_a_shard_does_not_leave_its_sender_waiting(pools: Any, tmp_path: Path) -> None:
+    errors = pools(2).errors(export_without_room, str(tmp_path / "out"), timeout_seconds=60)
+
+    assert_one_error(errors, "ExportFailed", "allocate memory")
+    assert list(tmp_path.iterdir()) == []
