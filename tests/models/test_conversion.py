@@ -25,6 +25,7 @@ from holdfast.models.files.safetensors_files import (
     write_file,
 )
 from holdfast.models.names import tied_names
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.stream import Holding, converted_tensors, headers_of, held_tensors
 from tests.models.cases import import_and_export
 from tests.models.directories import KINDS, filled, model_of, tensors_in, write_directory
@@ -39,7 +40,7 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
 
 def whole(held: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: Any = None) -> dict[str, torch.Tensor]:
     """Join the pieces of each tensor."""
-    with converted_tensors(held.__getitem__, conversions, dtype, keep=True) as tensors:
+    with converted_tensors(held.__getitem__, conversions, dtype, RankGroup()) as tensors:
         found = {name: list(pieces) for name, pieces in tensors}
     return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in found.items()}
 

@@ -19,6 +19,7 @@ from holdfast.files import NotRegular
 from holdfast.models.adapters.live import Join, adapters_of, joins_of
 from holdfast.models.files.conversion import Conversion, Header
 from holdfast.models.names import canonical_name
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 
 
@@ -98,13 +99,11 @@ class _Line:
     """The words between rank 0 and a rank before its shard travels, so that neither waits for one that has failed.
 
     A rank offers a shard, and rank 0 answers when it has room for it. Each may say instead that it leaves the stream.
-    Words are on the CPU, where they travel by gloo also beside NCCL.
     """
 
-    def __init__(self) -> None:
-        joined = dist.is_initialized()
-        self.rank = dist.get_rank() if joined else 0
-        self._open = {0} if self.rank else set(range(1, dist.get_world_size() if joined else 1))
+    def __init__(self, ranks: RankGroup) -> None:
+        self.rank, self._group = ranks.rank, ranks.group
+        self._open = {0} if self.rank else set(range(1, ranks.size))
         self._offers = set[int]()
         """Ranks whose offer has no answer yet; on rank 0."""
 
@@ -139,12 +138,12 @@ class _Line:
                 self._answer(other, goes_on=False)
 
     def _offer(self) -> None:
-        _tell(0, goes_on=True)
+        self._tell(0, goes_on=True)
         self._hear(0)
 
     def _hear(self, other: int) -> None:
         word = torch.empty(1, dtype=torch.uint8)
-        dist.recv(word, other)
+        dist.recv(word, other, group=self._group)
         if not word.item():
             self._open.discard(other)
             raise StreamStopped("Another rank has stopped sending or receiving tensors; its own error says why.")
@@ -152,11 +151,10 @@ class _Line:
 
     def _answer(self, other: int, *, goes_on: bool) -> None:
         self._offers.discard(other)
-        _tell(other, goes_on=goes_on)
+        self._tell(other, goes_on=goes_on)
 
-
-def _tell(other: int, *, goes_on: bool) -> None:
-    dist.send(torch.tensor([goes_on], dtype=torch.uint8), other)
+    def _tell(self, other: int, *, goes_on: bool) -> None:
+        dist.send(torch.tensor([goes_on], dtype=torch.uint8), other, group=self._group)
 
 
 @torch.no_grad()
@@ -240,7 +238,7 @@ Pieces = Iterator[Tensor]
 
 @contextmanager
 def converted_tensors(
-    read: Callable[[str], Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
+    read: Callable[[str], Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, ranks: RankGroup
 ) -> Iterator[Iterator[tuple[str, Pieces]]]:
     """Give the block full tensors under the names that files of the model have, gathered one group at a time.
 
@@ -251,16 +249,16 @@ def converted_tensors(
         read: Returns a tensor, or this rank's shard of it, by canonical name; called once for each.
         conversions: From `plan_outgoing`, on their headers.
         dtype: Cast floating-point tensors to this.
-        keep: Whether this is rank 0, which receives the tensors; other ranks send their shards and are given nothing.
+        ranks: All ranks. Rank 0 receives the tensors; the others send their shards and are given nothing.
 
     The pieces of a tensor are used before the next tensor is asked for; unused pieces are dropped.
 
     Raises:
         StreamStopped: Another rank has an error.
     """
-    line = _Line()
+    line = _Line(ranks)
     try:
-        tensors = _converted(read, conversions, dtype, line, keep=keep)
+        tensors = _converted(read, conversions, dtype, line)
         yield tensors
         deque(tensors, maxlen=0)
         line.end()
@@ -270,17 +268,12 @@ def converted_tensors(
 
 
 def _converted(
-    read: Callable[[str], Holding],
-    conversions: Sequence[Conversion],
-    dtype: torch.dtype | None,
-    line: _Line,
-    *,
-    keep: bool,
+    read: Callable[[str], Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, line: _Line
 ) -> Iterator[tuple[str, Pieces]]:
     for conversion in conversions:
         if conversion.renames_only:
             pieces = (_cast(piece, dtype) for piece in _pieces_on_first(read(conversion.sources[0]), line))
-            if keep:
+            if line.rank == 0:
                 yield next(iter(conversion.targets)), pieces
             # Every rank must run through all sends and receives, also if the consumer stopped early, or
             # the next tensor's messages would be taken for this one's.
@@ -288,7 +281,7 @@ def _converted(
                 pass
             continue
         gathered = _gathered(read, conversion.sources, dtype, line)
-        if keep:
+        if line.rank == 0:
             # No name may hold a tensor that was handed out while the next one is gathered.
             yield from _handed_out(conversion.run(gathered))
         del gathered

@@ -151,7 +151,7 @@ def write_export(  # noqa: PLR0913, PLR0917 - what is written, where, by whom
         ExportFailed: Any rank has an error, or what was written reads back differently; on all ranks.
     """
     with raised_together(directory, ranks), ExitStack() as places:
-        with converted_tensors(weights.read, weights.conversions, weights.dtype, keep=ranks.rank == 0) as tensors:
+        with converted_tensors(weights.read, weights.conversions, weights.dtype, ranks) as tensors:
             if ranks.rank == 0:
                 check_target(directory)
                 staging = places.enter_context(_staging_beside(directory))

@@ -39,9 +39,9 @@ def adapter_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the factors under peft's names on rank 0, in the compute dtype; elsewhere send their shards."""
     headers = adapter_headers(sharded)
     plan = renamed({name: name.removeprefix(PEFT_PREFIX) for name in headers}, headers)
-    dtype, is_first = getattr(torch, sharded.plan.compute_dtype), sharded.setting.world.is_first
+    dtype, ranks = getattr(torch, sharded.plan.compute_dtype), sharded.setting.ranks
     parameters = sharded_parameters(sharded.model)
-    with converted_tensors(parameters.__getitem__, plan, dtype, keep=is_first) as tensors:
+    with converted_tensors(parameters.__getitem__, plan, dtype, ranks) as tensors:
         for name, pieces in tensors:
             yield name, torch.cat([piece.cpu() for piece in pieces])
 

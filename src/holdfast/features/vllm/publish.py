@@ -79,8 +79,8 @@ def _stream(
     sharded: ShardedModel, plan: Outgoing, *, merge: bool = True, on_device: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors on rank 0, on the CPU or where they are; elsewhere send their shards."""
-    holdings, is_first = held_tensors(sharded.model, merge=merge), sharded.setting.world.is_first
-    with converted_tensors(holdings.__getitem__, plan.conversions, _dtype(sharded), keep=is_first) as tensors:
+    holdings = held_tensors(sharded.model, merge=merge)
+    with converted_tensors(holdings.__getitem__, plan.conversions, _dtype(sharded), sharded.setting.ranks) as tensors:
         for name, pieces in tensors:
             shards = list(pieces)
             tensor = shards[0] if len(shards) == 1 else torch.cat(shards)
