@@ -196,9 +196,11 @@ class Exporter:
         self.bytes_, self.largest = sum(sizes), max(sizes)
 
     def export(self) -> None:
-        from holdfast.checkpoint.export.model import export
+        from holdfast.checkpoint.export.card import Papers
+        from holdfast.checkpoint.export.write import export
 
-        export(self.policy, self.origin, self.place / "export", self.ranks, extra_files={"holdfast.yaml": ""})
+        papers = Papers(texts={"holdfast.yaml": ""})
+        export(self.policy, self.origin, self.place / "export", self.ranks, papers=papers)
 
     def write(self) -> None:
         """Write as many bytes to one file on rank 0, and wait for the disk."""

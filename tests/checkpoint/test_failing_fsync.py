@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from holdfast.checkpoint.export.adapters import Description, write_adapters
 from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.place.layout import TENSORS
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.mesh import World
+from tests.checkpoint.adapter_files import write_adapters_of
 from tests.checkpoint.cases import build, optimizer_of, step
 from tests.crash.cases import session_of
 from tests.crash.kernel import KNOWN_MACHINE, refuse_to_sync
@@ -70,12 +69,8 @@ def test_a_save_whose_fsync_fails_names_the_file_on_all_ranks(
 
 
 def export_over_another(_: World, place: Path, phase: str) -> None:
-    tensors = {"base_model.model.layer.lora_A.weight": torch.ones(2, 3)}
-    about = Description("{}", base=None)
-    write_adapters(place, tensors, about, {"holdfast.yaml": "steps: 4"})
-    write_adapters(
-        place, tensors, about, {"holdfast.yaml": "steps: 4"}, lambda name: refuse_to_sync() if name == phase else None
-    )
+    write_adapters_of(1.0, place)
+    write_adapters_of(1.0, place, lambda name: refuse_to_sync() if name == phase else None)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from holdfast.checkpoint.export.adapters import Description, write_adapters
-from holdfast.checkpoint.export.model import EXPORT_PHASES, clean_exports, replace_directory
+from holdfast.checkpoint.export.write import EXPORT_PHASES, clean_exports, replace_directory
 from holdfast.checkpoint.keep import find
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
@@ -25,6 +23,7 @@ from holdfast.errors import RunStopped
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft
 from holdfast.training.setup.begin import Live
+from tests.checkpoint.adapter_files import TEXTS, write_adapters_of
 from tests.crash.faulty import die
 from tests.crash.kernel import KNOWN_MACHINE, refuse_to_exchange
 from tests.crash.processes import run_doomed
@@ -76,16 +75,8 @@ def test_a_kill_in_an_export_leaves_the_one_before_whole_and_the_next_run_export
     assert {path.name: path.read_bytes() for path in best.iterdir()} != before
 
 
-ABOUT = Description("{}", base=None)
-TEXTS = {"holdfast.yaml": "steps: 4"}
-
-
-def adapters(number: float) -> dict[str, torch.Tensor]:
-    return {"base_model.model.layer.lora_A.weight": torch.full((2, 3), number)}
-
-
 def write_and_die(_: World, place: Path, phase: str) -> None:
-    write_adapters(place, adapters(2.0), ABOUT, TEXTS, lambda name: die() if name == phase else None)
+    write_adapters_of(2.0, place, lambda name: die() if name == phase else None)
 
 
 def files_of(place: Path) -> dict[str, bytes]:
@@ -95,7 +86,7 @@ def files_of(place: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("known", [False, True], ids=["a new name", "a name that is there"])
 def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one(tmp_path: Path, known: bool) -> None:
     for number in (1.0, 2.0):
-        write_adapters(tmp_path / str(number), adapters(number), ABOUT, TEXTS)
+        write_adapters_of(number, tmp_path / str(number))
     old, new = files_of(tmp_path / "1.0"), files_of(tmp_path / "2.0")
     assert old.keys() == new.keys() == {*TEXTS, "adapter_config.json", "adapter_model.safetensors"}
     assert old != new
@@ -103,7 +94,7 @@ def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one
     for phase in EXPORT_PHASES:
         place = tmp_path / phase.replace(" ", "-") / "best-adapter"
         if known:
-            write_adapters(place, adapters(1.0), ABOUT, TEXTS)
+            write_adapters_of(1.0, place)
 
         (ended,) = run_doomed(write_and_die, 1, place, phase)
 
@@ -117,7 +108,7 @@ def test_a_kill_in_any_phase_of_an_export_of_adapters_leaves_none_or_a_whole_one
             assert list(place.parent.glob(".staging-*")) != []
         clean_exports(place.parent)
         assert [path.name for path in place.parent.iterdir()] == ["best-adapter"] * place.exists()
-        write_adapters(place, adapters(2.0), ABOUT, TEXTS)
+        write_adapters_of(2.0, place)
         assert files_of(place) == new
 
 
@@ -129,7 +120,7 @@ def replace_and_die_between_two_renames(_: World, place: Path) -> None:
             die()
 
     sys.addaudithook(watch)
-    write_adapters(place, adapters(2.0), ABOUT, TEXTS)
+    write_adapters_of(2.0, place)
 
 
 def replace_by_what_is_not_there(_: World, place: Path) -> None:
@@ -141,7 +132,7 @@ def replace_by_what_is_not_there(_: World, place: Path) -> None:
 @KNOWN_MACHINE
 def test_an_export_whose_replacement_cannot_get_its_name_keeps_it(tmp_path: Path) -> None:
     place = tmp_path / "exports" / "best-adapter"
-    write_adapters(place, adapters(1.0), ABOUT, TEXTS)
+    write_adapters_of(1.0, place)
     before = files_of(place)
 
     (ended,) = run_doomed(replace_by_what_is_not_there, 1, place)
@@ -154,8 +145,8 @@ def test_an_export_whose_replacement_cannot_get_its_name_keeps_it(tmp_path: Path
 @KNOWN_MACHINE
 def test_a_kill_between_the_two_renames_of_a_file_system_without_an_exchange_loses_no_export(tmp_path: Path) -> None:
     place = tmp_path / "exports" / "best-adapter"
-    write_adapters(tmp_path / "new", adapters(2.0), ABOUT, TEXTS)
-    write_adapters(place, adapters(1.0), ABOUT, TEXTS)
+    write_adapters_of(2.0, tmp_path / "new")
+    write_adapters_of(1.0, place)
 
     (ended,) = run_doomed(replace_and_die_between_two_renames, 1, place)
     there = place.exists()
@@ -256,7 +247,7 @@ def run_with_an_error(world: World, directory: Path, error: Exception) -> Any:
     return run(replace(world, failure=channel), tree(str(directory), steps=1))
 
 
-@pytest.mark.parametrize("error", [MemoryError("no room"), SafetensorError("too long"), RunStopped("asked to end")])
+@pytest.mark.parametrize("error", [MemoryError("no room"), RunStopped("asked to end")])
 def test_an_error_of_the_rank_that_writes_ends_an_export_on_all_ranks(
     pools: Any, tmp_path: Path, error: Exception
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.export.model import EXPORT_PHASES
+from holdfast.checkpoint.export.write import EXPORT_PHASES
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.saving.writer import SAVE_PHASES
 from holdfast.parallel.collectives import RankGroup

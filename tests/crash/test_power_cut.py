@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.export.model import export
+from holdfast.checkpoint.export.card import Papers
+from holdfast.checkpoint.export.write import export
 from holdfast.checkpoint.keep.retention import read_pins, write_pins
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.saving.writer import SAVE_PHASES
@@ -172,8 +173,8 @@ def export_a_model(world: World, directory: Path) -> None:
     ranks = RankGroup()
     origin = blueprint(config.model, Path(), seed=0)
     policy = build_policy(plain_setting(config, world), origin).model
-    texts = {"holdfast.yaml": "steps: 4"}
-    export(policy, origin, directory, ranks, largest_file_bytes=20_000, extra_files=texts)
+    papers = Papers(texts={"holdfast.yaml": "steps: 4"})
+    export(policy, origin, directory, ranks, largest_file_bytes=20_000, papers=papers)
 
 
 def save_and_photograph(world: World, directory: Path, image: Path, photos: Path, background: bool) -> None:

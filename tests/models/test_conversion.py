@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from holdfast.models.files.conversion import plan_incoming, plan_outgoing
+from holdfast.models.files.conversion import Conversion, plan_incoming, plan_outgoing
 from holdfast.models.files.loading import StoredSource
 from holdfast.models.files.safetensors_files import (
     StoredTensors,
@@ -25,7 +25,8 @@ from holdfast.models.files.safetensors_files import (
     write_file,
 )
 from holdfast.models.names import tied_names
-from holdfast.parallel.stream import Pieces, converted_tensors, headers_of, held_tensors
+from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.stream import Holding, converted_tensors, headers_of, held_tensors
 from tests.models.cases import import_and_export
 from tests.models.directories import KINDS, filled, model_of, tensors_in, write_directory
 
@@ -37,9 +38,10 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
         assert torch.equal(found[name], tensor), name
 
 
-def whole(tensors: Iterator[tuple[str, Pieces]]) -> dict[str, torch.Tensor]:
+def whole(held: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: Any = None) -> dict[str, torch.Tensor]:
     """Join the pieces of each tensor."""
-    found = {name: list(pieces) for name, pieces in tensors}
+    with converted_tensors(held.__getitem__, conversions, dtype, RankGroup()) as tensors:
+        found = {name: list(pieces) for name, pieces in tensors}
     return {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in found.items()}
 
 
@@ -59,7 +61,7 @@ def test_what_comes_in_goes_out_byte_by_byte(tmp_path: Path, kind: str) -> None:
 
     held = held_tensors(policy)
     conversions = plan_outgoing(origin.skeleton, headers_of(held, None), origin.used_conversions)
-    found = whole(converted_tensors(held, conversions, None, keep=True))
+    found = whole(held, conversions)
 
     assert_same_tensors(found, tensors_in(tmp_path))
 
@@ -72,7 +74,7 @@ def test_a_model_of_no_directory_goes_out_under_the_names_transformers_uses(tmp_
 
     conversions = plan_outgoing(saved, headers_of(held, None), None)
 
-    assert_same_tensors(whole(converted_tensors(held, conversions, None, keep=True)), tensors_in(tmp_path))
+    assert_same_tensors(whole(held, conversions), tensors_in(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3"])
@@ -228,7 +230,7 @@ def test_the_names_of_one_directory_do_not_leak_into_the_next(tmp_path: Path) ->
         policy, origin = filled(directory)
         held = held_tensors(policy)
         conversions = plan_outgoing(origin.skeleton, headers_of(held, None), origin.used_conversions)
-        assert_same_tensors(whole(converted_tensors(held, conversions, None, keep=True)), tensors_in(directory))
+        assert_same_tensors(whole(held, conversions), tensors_in(directory))
 
 
 def test_float32_weights_are_exported_in_the_dtype_asked_for(tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ def test_float32_weights_are_exported_in_the_dtype_asked_for(tmp_path: Path) -> 
     held = dict(saved.state_dict())
 
     conversions = plan_outgoing(saved, headers_of(held, torch.bfloat16), None)
-    found = whole(converted_tensors(held, conversions, torch.bfloat16, keep=True))
+    found = whole(held, conversions, torch.bfloat16)
 
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     half = held["model.layers.0.mlp.experts.gate_up_proj"][1, : found[name].shape[0]]

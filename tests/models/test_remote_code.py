@@ -15,7 +15,8 @@ import torch
 import xxhash
 
 from holdfast.checkpoint.export.about import ABOUT_FILE, Exported, check_weights, read_about
-from holdfast.checkpoint.export.model import export
+from holdfast.checkpoint.export.card import Papers
+from holdfast.checkpoint.export.write import export
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
 from holdfast.models.setup.model import blueprint
@@ -132,8 +133,8 @@ def test_an_export_brings_the_code_and_loads_in_another_process_from_another_dir
 ) -> None:
     """Longer than three seconds: a fresh process imports transformers and nothing of ours."""
     policy, origin = filled(house, trust_remote_code=True, attention="sdpa")
-    about = Exported(run_id="", run="house", step=1).text()
-    export(policy, origin, tmp_path / "export", RankGroup(), extra_files={ABOUT_FILE: about})
+    papers = Papers(Exported(run_id="", run="house", step=1))
+    export(policy, origin, tmp_path / "export", RankGroup(), papers=papers)
     policy.language_model.eval()
     with torch.no_grad():
         ours = policy.language_model(input_ids=torch.arange(2, 12)[None]).logits[0]

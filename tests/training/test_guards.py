@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.checkpoint.export.model import check_target
+from holdfast.checkpoint.export.write import check_target
 from holdfast.checkpoint.keep import find
 from holdfast.checkpoint.keep.retention import read_pins
 from holdfast.checkpoint.place.storage import LocalStorage

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from holdfast.files import NotRegular
 from holdfast.models.adapters.live import Join, adapters_of, joins_of
 from holdfast.models.files.conversion import Conversion, Header
 from holdfast.models.names import canonical_name
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 
 
@@ -89,42 +91,118 @@ def full_tensor(tensor: Holding) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+class StreamStopped(HoldfastError):
+    """Another rank has left a stream of tensors; that rank's own error is the cause."""
+
+
+class _Line:
+    """The words between rank 0 and a rank before its shard travels, so that neither waits for one that has failed.
+
+    A rank offers a shard, and rank 0 answers when it has room for it. Each may say instead that it leaves the stream.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.rank, self._group = ranks.rank, ranks.group
+        self._open = {0} if self.rank else set(range(1, ranks.size))
+        self._offers = set[int]()
+        """Ranks whose offer has no answer yet; on rank 0."""
+
+    def send(self, shard: Tensor) -> None:
+        """Send a shard to rank 0, when that has room for it."""
+        self._offer()
+        dist.send(shard, 0)
+
+    def receive(self, other: int, room: Callable[[], Tensor]) -> Tensor:
+        """Return the shard that a rank sends; it lies in the tensor that `room` makes."""
+        self._hear(other)
+        rows = room()
+        self._answer(other, goes_on=True)
+        dist.recv(rows, other)
+        return rows
+
+    def end(self) -> None:
+        """End the stream on all ranks, or on none."""
+        if self.rank:
+            self._offer()
+        for other in sorted(self._open - {0}):
+            self._hear(other)
+            self._answer(other, goes_on=True)
+            self._open.discard(other)
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one has left the stream with an error."""
+        for other in sorted(self._open):
+            with suppress(StreamStopped, RuntimeError):  # RuntimeError: the rank is gone
+                if self.rank == 0 and other not in self._offers:
+                    self._hear(other)
+                self._answer(other, goes_on=False)
+
+    def _offer(self) -> None:
+        self._tell(0, goes_on=True)
+        self._hear(0)
+
+    def _hear(self, other: int) -> None:
+        word = torch.empty(1, dtype=torch.uint8)
+        dist.recv(word, other, group=self._group)
+        if not word.item():
+            self._open.discard(other)
+            raise StreamStopped("Another rank has stopped sending or receiving tensors; its own error says why.")
+        self._offers.add(other)
+
+    def _answer(self, other: int, *, goes_on: bool) -> None:
+        self._offers.discard(other)
+        self._tell(other, goes_on=goes_on)
+
+    def _tell(self, other: int, *, goes_on: bool) -> None:
+        dist.send(torch.tensor([goes_on], dtype=torch.uint8), other, group=self._group)
+
+
 @torch.no_grad()
-def whole_on_first(tensor: Holding) -> Tensor | None:
+def _whole_on_first(tensor: Holding, line: _Line) -> Tensor | None:
     """Return the whole tensor on rank 0 and None elsewhere; every rank calls this for the same tensors in order.
 
     Shards travel straight into their rows, so rank 0 holds one tensor and the others nothing but their shards.
     """
     if isinstance(tensor, MergedWeight):
-        gathered = [component for component in map(whole_on_first, tensor.parts) if component is not None]
-        return tensor.join.run(gathered) if gathered else None
-    rank = dist.get_rank() if dist.is_initialized() else 0
+        gathered = [_whole_on_first(component, line) for component in tensor.parts]
+        parts = [part for part in gathered if part is not None]
+        return tensor.join.run(parts) if parts else None
     if not isinstance(tensor, DTensor):
-        return tensor.detach() if rank == 0 else None
+        return None if line.rank else tensor.detach()
     local, owners = tensor.to_local().detach(), owners_of(tensor)
-    if rank == 0:
-        return _received(tensor, local, owners)
-    if rank in owners and local.numel():
-        dist.send(local.contiguous(), 0)
-    return None
+    if line.rank:
+        if line.rank in owners and local.numel():
+            line.send(local.contiguous())
+        return None
+    full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+    for index, owner in enumerate(owners):
+        rows = full[rows_at(tensor, index, len(owners))]
+        if owner == 0:
+            rows.copy_(local)
+        elif rows.numel():
+            line.receive(owner, partial(_same, rows))
+    return full
+
+
+def _same(rows: Tensor) -> Tensor:
+    return rows
 
 
 @torch.no_grad()
-def pieces_on_first(tensor: Holding) -> Iterator[Tensor]:
+def _pieces_on_first(tensor: Holding, line: _Line) -> Iterator[Tensor]:
     """Yield a tensor's rows on rank 0, shard by shard as they lie, and nothing elsewhere.
 
     Every rank walks through this for the same tensors in order; a shard travels when it is asked for.
     """
     if not isinstance(tensor, DTensor):
-        full = whole_on_first(tensor)
+        full = _whole_on_first(tensor, line)
         if full is not None:
             yield full
         return
-    rank = dist.get_rank() if dist.is_initialized() else 0
     local, owners = tensor.to_local().detach(), owners_of(tensor)
-    if rank in owners and rank != 0 and local.numel():
-        dist.send(local.contiguous(), 0)
-    for index, owner in enumerate(owners if rank == 0 else ()):
+    if line.rank in owners and line.rank != 0 and local.numel():
+        line.send(local.contiguous())
+    for index, owner in enumerate(() if line.rank else owners):
         rows = rows_at(tensor, index, len(owners))
         count = rows.stop - rows.start
         if count == 0:
@@ -132,21 +210,8 @@ def pieces_on_first(tensor: Holding) -> Iterator[Tensor]:
         if owner == 0:
             yield local
         else:
-            received = torch.empty(count, *tensor.shape[1:], dtype=local.dtype, device=local.device)
-            dist.recv(received, owner)
-            yield received
-
-
-def _received(tensor: DTensor, local: Tensor, owners: Sequence[int]) -> Tensor:
-    """Return the whole tensor from rank 0's shard and those that the others send."""
-    full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-    for index, owner in enumerate(owners):
-        rows = full[rows_at(tensor, index, len(owners))]
-        if owner == 0:
-            rows.copy_(local)
-        elif rows.numel():
-            dist.recv(rows, owner)
-    return full
+            room = partial(torch.empty, (count, *tensor.shape[1:]), dtype=local.dtype, device=local.device)
+            yield line.receive(owner, room)
 
 
 def owners_of(tensor: DTensor) -> list[int]:
@@ -171,31 +236,52 @@ Pieces = Iterator[Tensor]
 """Consecutive rows of one tensor, in order, as they are received; a 0-d tensor is a single piece."""
 
 
+@contextmanager
 def converted_tensors(
-    holdings: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
-) -> Iterator[tuple[str, Pieces]]:
-    """Yield full tensors under the names that files of the model have, gathering one group at a time.
+    read: Callable[[str], Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, ranks: RankGroup
+) -> Iterator[Iterator[tuple[str, Pieces]]]:
+    """Give the block full tensors under the names that files of the model have, gathered one group at a time.
 
-    The consumer must use the pieces of a tensor before it asks for the next one; unused pieces are dropped.
+    Every rank opens the block. Tensors that the block leaves are walked through at its end; an error of the block or of
+    the gathering ends the stream on all ranks, the others with `StreamStopped`.
 
     Args:
-        holdings: From `held_tensors`.
+        read: Returns a tensor, or this rank's shard of it, by canonical name; called once for each.
         conversions: From `plan_outgoing`, on their headers.
         dtype: Cast floating-point tensors to this.
-        keep: Whether this is rank 0, which receives the tensors; other ranks send their shards and yield nothing.
+        ranks: All ranks. Rank 0 receives the tensors; the others send their shards and are given nothing.
+
+    The pieces of a tensor are used before the next tensor is asked for; unused pieces are dropped.
+
+    Raises:
+        StreamStopped: Another rank has an error.
     """
+    line = _Line(ranks)
+    try:
+        tensors = _converted(read, conversions, dtype, line)
+        yield tensors
+        deque(tensors, maxlen=0)
+        line.end()
+    except Exception:
+        line.leave()
+        raise
+
+
+def _converted(
+    read: Callable[[str], Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, line: _Line
+) -> Iterator[tuple[str, Pieces]]:
     for conversion in conversions:
         if conversion.renames_only:
-            pieces = (_cast(piece, dtype) for piece in pieces_on_first(holdings[conversion.sources[0]]))
-            if keep:
+            pieces = (_cast(piece, dtype) for piece in _pieces_on_first(read(conversion.sources[0]), line))
+            if line.rank == 0:
                 yield next(iter(conversion.targets)), pieces
             # Every rank must run through all sends and receives, also if the consumer stopped early, or
             # the next tensor's messages would be taken for this one's.
             for _ in pieces:
                 pass
             continue
-        gathered = _gathered(holdings, conversion.sources, dtype)
-        if keep:
+        gathered = _gathered(read, conversion.sources, dtype, line)
+        if line.rank == 0:
             # No name may hold a tensor that was handed out while the next one is gathered.
             yield from _handed_out(conversion.run(gathered))
         del gathered
@@ -205,11 +291,13 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _gathered(holdings: Mapping[str, Holding], names: Sequence[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _gathered(
+    read: Callable[[str], Holding], names: Sequence[str], dtype: torch.dtype | None, line: _Line
+) -> dict[str, Tensor]:
     """Return whole tensors, cast if asked to, on rank 0; nothing elsewhere."""
     whole_tensors = {}
     for name in names:
-        tensor = whole_on_first(holdings[name])
+        tensor = _whole_on_first(read(name), line)
         if tensor is not None:
             whole_tensors[name] = _cast(tensor, dtype)
     return whole_tensors

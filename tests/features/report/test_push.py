@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.export.about import Exported
-from holdfast.checkpoint.export.card import CARD, card_of, laid_cards, with_card
+from holdfast.checkpoint.export.card import CARD, card_of, laid_cards
 from holdfast.checkpoint.place.hashing import hash_bytes
 from tests.cli.fixtures import HOLDFAST
 from tests.features.report.hub import TOKEN, Hub, serving
@@ -47,9 +47,8 @@ def export(tmp_path: Path) -> Path:
     files = {"model.safetensors": {"size": len(WEIGHTS), "xxh3_128": hash_bytes(WEIGHTS)}}
     parent = {"model": "/home/planted/model", "adapters": "/planted/lora", "init_from": "s3://me:planted@bucket/step-1"}
     about = Exported("1" * 32, "tiny", 40, parent=parent, files=files)
-    texts = {"holdfast_export.json": about.text(), CARD: card_of({}, "sft", about, {"eval/s/loss": 0.5}, {})}
-    for name, text in with_card(texts).items():
-        (place / name).write_text(text)
+    (place / "holdfast_export.json").write_text(about.text())
+    (place / CARD).write_text(card_of({}, "sft", about, {"eval/s/loss": 0.5}, {}).text(files, adapter=False))
     for name, text in PRIVATE.items():
         (place / name).write_text(text)
     (place / "logs").mkdir()
@@ -220,7 +219,7 @@ def test_a_card_of_a_users_own_is_not_lost(tmp_path: Path) -> None:
     target.mkdir()
     (source / CARD).write_text("the base's own card")
     about = Exported("1" * 32, "tiny", 40)
-    ours = with_card({"holdfast_export.json": about.text(), CARD: card_of({}, "sft", about, {}, {})})
+    ours = card_of({}, "sft", about, {}, {}).text({}, adapter=False)
 
     first = laid_cards(ours, target, source)
     (target / CARD).write_text(first[CARD])
@@ -228,9 +227,9 @@ def test_a_card_of_a_users_own_is_not_lost(tmp_path: Path) -> None:
     (target / CARD).write_text(first[CARD] + "\nand a word of mine\n")
     third = laid_cards(ours, target, None)
 
-    assert first == second == {**ours, "README.base.md": "the base's own card"}
+    assert first == second == {CARD: ours, "README.base.md": "the base's own card"}
     assert third[CARD].endswith("a word of mine\n")
-    assert third["README.holdfast.md"] == ours[CARD]
+    assert third["README.holdfast.md"] == ours
 
 
 def test_no_planted_secret_is_in_a_card(tmp_path: Path) -> None:
@@ -250,7 +249,7 @@ def test_no_planted_secret_is_in_a_card(tmp_path: Path) -> None:
     }
     about = Exported("1" * 32, "tiny", 40, parent=parent)
 
-    card = card_of(tree, "grpo", about, {}, {"rows of source 0": "f" * 32})
+    card = card_of(tree, "grpo", about, {}, {"rows of source 0": "f" * 32}).text({}, adapter=False)
 
     assert "a.jsonl" in card
     assert "reward.py:f" in card

@@ -161,7 +161,7 @@ def test_no_secret_of_any_key_is_in_what_leaves_a_run(verb: str, seed: int, tmp_
     leaving = {
         "trackers": to_yaml(public_configuration(tree)),
         "report": repr(flat_public(tree)),
-        "card": card_of(tree, verb, about, {}, {}),
+        "card": card_of(tree, verb, about, {}, {}).text({}, adapter=False),
         "exports and checkpoints": to_yaml(public_configuration(tree, WHOLE)),
         "settings that a resume compares": to_yaml(public_configuration(tree, HASHED)),
     }

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
 from holdfast.errors import ModelError
@@ -53,25 +55,17 @@ class Exported:
         content = json.dumps(self.files, sort_keys=True).encode()
         return {"run_id": self.run_id, "run": self.run, "step": self.step, "weights": hash_bytes(content)}
 
+    def with_files(self, folder: Path, hashes: Mapping[str, str]) -> Exported:
+        """Return the record with size and hash of each file of weights and code, which lie in `folder`."""
+        return replace(
+            self,
+            files={name: {"size": (folder / name).stat().st_size, "xxh3_128": hashes[name]} for name in sorted(hashes)},
+        )
+
     def text(self) -> str:
         """Return the file."""
         values = {"format": _FORMAT, **vars(self), "steps": list(self.steps)}
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
-
-
-def with_file_hashes(texts: Mapping[str, str], folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Return the small files of an export, the one about itself with the weights and code that were written.
-
-    Args:
-        texts: By file name.
-        folder: Where those lie.
-        hashes: Of files of weights and of Python code, by name.
-    """
-    if ABOUT_FILE not in texts:
-        return dict(texts)
-    files = {name: {"size": (folder / name).stat().st_size, "xxh3_128": hashes[name]} for name in sorted(hashes)}
-    values = json.loads(texts[ABOUT_FILE]) | {"files": files}
-    return {**texts, ABOUT_FILE: json.dumps(values, indent=2, sort_keys=True) + "\n"}
 
 
 def read_about(directory: Path) -> Exported | None:
@@ -84,46 +78,41 @@ def read_about(directory: Path) -> Exported | None:
     if not path.is_file():
         return None
     try:
-        values = read_json(path)
-        plain = _is_plain(values)
-        reason = "a value has another type"
+        written = _Written.model_validate(read_json(path))
     except (OSError, ValueError) as error:
-        plain, reason = False, str(error)
-    if not plain:
+        reason = "a value has another type" if isinstance(error, ValidationError) else error
         raise ModelError(
             f"{path} is not what Holdfast writes ({reason}). Export the model again, or delete the file if you know "
             "what the weights are."
-        )
-    return Exported(**{name: value for name, value in values.items() if name != "format"})
+        ) from error
+    return Exported(**written.model_dump(exclude={"format"}))
 
 
-def _is_plain(values: Any) -> bool:
-    """Return whether the values that were read have the names and types that an export writes."""
-    types: dict[str, tuple[type, ...]] = {
-        "format": (int,),
-        "run_id": (str,),
-        "run": (str,),
-        "step": (int,),
-        "steps": (list,),
-        "weights": (str,),
-        "parent": (dict, type(None)),
-        "rating": (dict, type(None)),
-        "files": (dict,),
-    }
-    if not isinstance(values, dict) or set(values) != set(types) or values["format"] != _FORMAT:
-        return False
-    if not all(isinstance(values[name], kinds) for name, kinds in types.items()):
-        return False
-    if isinstance(values["step"], bool) or not all(type(step) is int for step in values["steps"]):
-        return False
-    return all(_is_file(name, entry) for name, entry in values["files"].items())
+def _is_beside(name: str) -> str:
+    if Path(name).name != name or len(name) > 255:
+        raise ValueError("a file of an export lies beside it")
+    return name
 
 
-def _is_file(name: str, value: Any) -> bool:
-    """Return whether an entry names a file beside it, with its size and hash."""
-    if not isinstance(value, dict) or set(value) != {"size", "xxh3_128"} or Path(name).name != name or len(name) > 255:
-        return False
-    return type(value["size"]) is int and isinstance(value["xxh3_128"], str)
+class _File(BaseModel, strict=True, extra="forbid"):
+    """A file of weights or code."""
+
+    size: int
+    xxh3_128: str
+
+
+class _Written(BaseModel, strict=True, extra="forbid"):
+    """The names and types of the file about an export."""
+
+    format: Literal[1]
+    run_id: str
+    run: str
+    step: int
+    steps: list[int]
+    weights: str
+    parent: dict[str, Any] | None
+    rating: dict[str, Any] | None
+    files: dict[Annotated[str, AfterValidator(_is_beside)], _File]
 
 
 def check_weights(directory: Path, exported: Exported, *, by_hash: bool) -> None:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
-import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from holdfast.checkpoint.export.about import with_file_hashes
-from holdfast.checkpoint.export.card import laid_cards, with_card
-from holdfast.checkpoint.export.model import (
-    ExportReached,
-    check_bytes,
-    check_target,
-    replace_directory,
-    settled,
-    write_texts,
-)
-from holdfast.checkpoint.export.small_files import ExportFailed
-from holdfast.checkpoint.place.layout import STAGING
-from holdfast.checkpoint.place.storage import LocalStorage
+from holdfast.checkpoint.export.card import Papers
+from holdfast.checkpoint.export.write import ExportReached, Weights, raised_together, with_dtype, write_export
 from holdfast.models.adapters.files import BASE, PEFT_PREFIX, SETTINGS, WEIGHTS, names_in_file
-from holdfast.models.files.conversion import Header
-from holdfast.models.files.safetensors_files import read_header, write_file
+from holdfast.models.files.conversion import Header, renamed
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.parallel.stream import full_tensor
+from holdfast.parallel.stream import Holding, headers_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ def export_adapters(
     about: Description,
     directory: Path,
     ranks: RankGroup,
-    texts: Mapping[str, str],
+    papers: Papers,
     *,
     reached: ExportReached = lambda _: None,
 ) -> None:
@@ -58,60 +44,44 @@ def export_adapters(
         about: Of its adapters.
         directory: Replaced if it exists.
         ranks: The ranks.
-        texts: Small files to lay beside, by name.
+        papers: What the export says of itself.
         reached: Told each of an export's phases as it begins, on rank 0.
 
     Raises:
-        ExportFailed: Writing failed, or what was written reads back differently; on all ranks.
+        ExportFailed: Any rank has an error, or what was written reads back differently; on all ranks.
     """
-    ranks.on_first_rank(lambda: check_target(directory))
-    parameters = sharded_parameters(policy)
-    tensors = {PEFT_PREFIX + name: full_tensor(parameters[name]).cpu().contiguous() for name in names_in_file(policy)}
-    ranks.on_first_rank(lambda: write_adapters(directory, tensors, about, texts, reached))
+    with raised_together(directory, ranks):
+        parameters = sharded_parameters(policy)
+        tensors = {name: parameters[name] for name in names_in_file(policy)}
+        headers = headers_of(tensors, None)
+    write_adapters(tensors.__getitem__, headers, about, directory, ranks, papers, reached=reached)
 
 
-def write_adapters(
-    directory: Path,
-    tensors: Mapping[str, Tensor],
+def write_adapters(  # noqa: PLR0913 - as `export_adapters`
+    read: Callable[[str], Holding],
+    headers: Mapping[str, Header],
     about: Description,
-    texts: Mapping[str, str],
+    directory: Path,
+    ranks: RankGroup,
+    papers: Papers,
+    *,
+    dtype: torch.dtype | None = None,
     reached: ExportReached = lambda _: None,
 ) -> None:
-    """Write what `export_adapters` does, on one process, from tensors under peft's names.
+    """Write what `export_adapters` does, from tensors in memory or on disk.
+
+    Args:
+        read: Returns a tensor, or this rank's shard of it, by canonical name.
+        headers: Shape and dtype of each.
+        about, directory, ranks, papers, reached: As in `export_adapters`.
+        dtype: Cast to this; None keeps what is stored.
 
     Raises:
         ExportFailed: As `export_adapters`.
     """
-    staging = directory.parent / f"{STAGING}{directory.name}-{uuid.uuid4().hex[:8]}"
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        reached("tensors")
-        headers = {name: Header(tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
-        # Not by safetensors' own function, which writes notes in another order each time.
-        with LocalStorage(staging).create(WEIGHTS, sync=False) as file:
-            notes = {} if about.base is None else {BASE: about.base}
-            write_file(file, headers, ((name, iter([tensors[name]])) for name in headers), notes)
-        reached("assets")
-        hashes = {WEIGHTS: file.hexdigest()}
-        laid = laid_cards(with_card(with_file_hashes(texts, staging, hashes), adapter=True), directory, None)
-        hashes |= write_texts(staging, {**laid, SETTINGS: about.settings})
-        reached("read back")
-        with settled(staging, hashes):
-            check_bytes(staging, hashes)
-        if read_header(staging / WEIGHTS) != headers or not _same(staging / WEIGHTS, tensors):
-            raise ExportFailed(f"{staging / WEIGHTS} reads back differently from what was written.")
-        reached("publish")
-        replace_directory(staging, directory)
-        reached("published")
-    except OSError as error:
-        raise ExportFailed(f"{directory} could not be written: {error}.") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _same(path: Path, tensors: Mapping[str, Tensor]) -> bool:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+    names = {PEFT_PREFIX + name: name for name in sorted(headers)}
+    plan = renamed(names, with_dtype({target: headers[name] for target, name in names.items()}, dtype))
+    notes = {} if about.base is None else {BASE: about.base}
+    weights = Weights(read, plan, {WEIGHTS: list(names)}, dtype, notes)
+    papers = replace(papers, texts={**papers.texts, SETTINGS: about.settings})
+    write_export(weights, papers, directory, ranks, None, reached)

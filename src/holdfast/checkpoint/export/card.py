@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
 
 from holdfast.checkpoint.export.about import ABOUT_FILE, Exported
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.config.base import leaves
 from holdfast.config.public import public_configuration, public_text
-from holdfast.config.yaml12 import to_yaml
 from holdfast.files import read_text
 from holdfast.text.escaping import escaped
 
@@ -39,6 +41,122 @@ _METHODS = {
 }
 _ROWS = "rows of source "
 _LONGEST = 200
+_TEMPLATE = r"""---
+{{ card_data }}
+---
+{%- macro table(heads, rows) %}
+| {{ heads | join(" | ") }} |
+|{{ " --- |" * heads | length }}
+{%- for row in rows %}
+| {{ row | map("replace", "|", "\\|") | join(" | ") }} |
+{%- endfor %}
+{%- endmacro %}
+
+# {{ title }}
+
+{{ origin }}
+
+## Base
+
+{{ base }}. Its own card, where it had one, is in `{{ source_card }}`.
+
+## Data
+{{ table(["source", "fingerprint of its rows"], rows) }}
+
+## Method
+{{ table(["key", "value"], settings) }}
+
+## Evaluation
+
+{% if not evaluations -%}
+The run made no evaluation at this step.
+{%- else -%}
+{% if best_by %}The best by `{{ best_by }}` so far. {% endif -%}
+Measured by the run itself, last before this export.
+{{ table(["set", "metric", "value"], evaluations) }}
+{%- endif %}
+
+## Run
+{{ table(["", ""], run) }}
+
+## Files
+{{ table(["file", "bytes", "xxh3_128"], files) }}
+
+## How to load
+
+```python
+from {{ library_name }} import {{ loader }}
+{%- if library_name != "peft" %}
+from transformers import AutoTokenizer
+{%- endif %}
+
+path = "."  # this directory, or its name on the hub
+model = {{ loader }}.from_pretrained(path{{ trust }})
+{%- if library_name != "peft" %}
+tokenizer = AutoTokenizer.from_pretrained(path{{ trust }})
+{%- endif %}
+```
+{% if library_name == "peft" %}
+The tokenizer is that of the base.
+{% endif %}
+"""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A model card that does not name its files yet."""
+
+    metadata: Mapping[str, Any]
+    """Front matter that hubs read; arguments of `ModelCardData`."""
+    facts: Mapping[str, Any]
+    """Values of the template."""
+
+    def text(self, files: Mapping[str, Mapping[str, Any]], *, adapter: bool) -> str:
+        """Return the card with the files beside it, how to load them, and a seal.
+
+        Args:
+            files: Size and xxh3_128 by name.
+            adapter: Whether these are adapters alone.
+        """
+        kind = "SequenceClassification" if self.metadata["pipeline_tag"] == "text-classification" else "CausalLM"
+        card = ModelCard.from_template(
+            ModelCardData(library_name="peft" if adapter else "transformers", **self.metadata),
+            template_str=_TEMPLATE,
+            loader=f"{'AutoPeft' if adapter else 'Auto'}ModelFor{kind}",
+            trust=", trust_remote_code=True" if any(name.endswith(".py") for name in files) else "",
+            files=[(f"`{name}`", f"{file['size']:,}", f"`{file['xxh3_128']}`") for name, file in files.items()],
+            **self.facts,
+        )
+        body = f"{str(card).rstrip()}\n\n"
+        return body + _SEAL.format(hash_bytes(body.encode())) + "\n"
+
+
+@dataclass(frozen=True)
+class Papers:
+    """The small files of an export that say what it is."""
+
+    about: Exported | None = None
+    card: Card | None = None
+    """Laid beside `about` only."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Others, by file name."""
+
+    def laid(
+        self, folder: Path, hashes: Mapping[str, str], target: Path, source: Path | None, *, adapter: bool
+    ) -> dict[str, str]:
+        """Return the files by name, with size and hash of each file of weights and code.
+
+        Args:
+            folder: Where the files of weights and code lie.
+            hashes: Of these files.
+            target, source: As in `laid_cards`.
+            adapter: Whether these are adapters alone.
+        """
+        if self.about is None:
+            return dict(self.texts)
+        about = self.about.with_files(folder, hashes)
+        cards = {} if self.card is None else laid_cards(self.card.text(about.files, adapter=adapter), target, source)
+        return {**self.texts, ABOUT_FILE: about.text(), **cards}
 
 
 def card_of(
@@ -47,8 +165,8 @@ def card_of(
     exported: Exported,
     numbers: Mapping[str, float],
     fingerprints: Mapping[str, str],
-) -> str:
-    """Return the card of an export, without its files, which `with_files` adds.
+) -> Card:
+    """Return the card of an export.
 
     Args:
         config: The run's whole tree.
@@ -57,45 +175,33 @@ def card_of(
         numbers: Of the run at that step; those of evaluations are in the card.
         fingerprints: Of the rows that were trained on, as checkpoints have them.
     """
-    public = dict(leaves(public_configuration(config)))
-    sections = [
-        _head(config, verb),
-        f"# {public_text(exported.run) or 'model'}",
-        f"{_METHODS.get(verb, verb).capitalize()}, exported by Holdfast at step "
-        f"{exported.step:,}"
-        + (" as the mean of steps " + ", ".join(map(str, exported.steps)) if exported.steps else "")
-        + (", the averages of the weights that the run kept." if exported.weights == "averages" else "."),
-        "## Base\n\n" + _base(config, exported),
-        "## Data\n\n" + _data(config, fingerprints),
-        "## Method\n\n" + _table(("key", "value"), _settings(public)),
-        "## Evaluation\n\n" + _evaluation(numbers, exported),
-        "## Run\n\n" + _table(("", ""), _run(exported)),
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-def with_card(texts: Mapping[str, str], *, adapter: bool = False) -> dict[str, str]:
-    """Return the small files of an export, its card with the weights files that the one about itself names."""
-    if CARD not in texts or ABOUT_FILE not in texts:
-        return dict(texts)
-    files = json.loads(texts[ABOUT_FILE])["files"]
-    return {**texts, CARD: with_files(texts[CARD], files, adapter=adapter)}
-
-
-def with_files(text: str, files: Mapping[str, Mapping[str, Any]], *, adapter: bool) -> str:
-    """Return a card with how to load what lies beside it, its weights files and hashes, and a seal.
-
-    Args:
-        text: From `card_of`.
-        files: Size and xxh3_128 by name.
-        adapter: Whether these are adapters alone.
-    """
-    rows = [(f"`{name}`", f"{value['size']:,}", f"`{value['xxh3_128']}`") for name, value in files.items()]
-    if adapter:
-        text = text.replace("library_name: transformers", "library_name: peft", 1)
-    listed = _table(("file", "bytes", "xxh3_128"), rows)
-    body = f"{text}\n## Files\n\n{listed}\n\n## How to load\n\n{_loading(text, files, adapter=adapter)}\n"
-    return body + _SEAL.format(hash_bytes(body.encode())) + "\n"
+    path = _part(config, "model", "path")
+    on_hub = isinstance(path, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
+    mean = " as the mean of steps " + ", ".join(map(str, exported.steps)) if exported.steps else ""
+    averages = ", the averages of the weights that the run kept" if exported.weights == "averages" else ""
+    return Card(
+        {
+            "base_model": path if on_hub else None,
+            "pipeline_tag": "text-classification" if verb == "reward" else "text-generation",
+            "tags": ["holdfast", verb],
+        },
+        {
+            "title": public_text(exported.run) or "model",
+            "origin": f"{_METHODS.get(verb, verb).capitalize()}, exported by Holdfast at step {exported.step:,}{mean}"
+            f"{averages}.",
+            "base": _base(config, exported),
+            "source_card": SOURCE_CARD,
+            "rows": list(_data(config, fingerprints)),
+            "settings": list(_settings(dict(leaves(public_configuration(config))))),
+            "evaluations": list(_evaluations(numbers)),
+            "best_by": escaped(str(exported.rating["metric"])) if exported.rating else None,
+            "run": [
+                ("run", f"`{exported.run_id or 'without a directory'}`"),
+                ("step", str(exported.step)),
+                ("weights", exported.weights),
+            ],
+        },
+    )
 
 
 def is_own(text: str) -> bool:
@@ -104,26 +210,24 @@ def is_own(text: str) -> bool:
     return match is not None and match[1] == hash_bytes(text[: match.start()].encode())
 
 
-def laid_cards(texts: Mapping[str, str], target: Path, source: Path | None) -> dict[str, str]:
-    """Return the small files of an export, cards of users included.
+def laid_cards(text: str, target: Path, source: Path | None) -> dict[str, str]:
+    """Return the cards of an export by file name, cards of users included.
 
     A card that stands in the directory which is replaced, and is not as Holdfast wrote it, stays under its name, with
     ours beside it. The card of the model that training began with lies beside as well.
 
     Args:
-        texts: By file name.
+        text: Of our own card.
         target: The directory that the export will have.
         source: Where the model came from.
     """
-    if CARD not in texts:
-        return dict(texts)
-    laid = dict(texts)
+    laid = {CARD: text}
     base = _read(source / CARD) if source is not None else None
     if base is not None and not is_own(base):
         laid[SOURCE_CARD] = base
     existing = _read(target / CARD)
     if existing is not None and not is_own(existing):
-        laid[CARD], laid[OWN_CARD] = existing, texts[CARD]
+        laid |= {CARD: existing, OWN_CARD: text}
     return laid
 
 
@@ -132,19 +236,6 @@ def _read(path: Path) -> str | None:
         return read_text(path)
     except (OSError, ValueError):
         return None
-
-
-def _head(config: Mapping[str, Any], verb: str) -> str:
-    """Return the front matter that hubs read."""
-    path = _part(config, "model", "path")
-    values: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-classification" if verb == "reward" else "text-generation",
-        "tags": ["holdfast", verb],
-    }
-    if isinstance(path, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
-        values["base_model"] = path
-    return f"---\n{to_yaml(values).strip()}\n---"
 
 
 def _base(config: Mapping[str, Any], exported: Exported) -> str:
@@ -158,15 +249,14 @@ def _base(config: Mapping[str, Any], exported: Exported) -> str:
             f", which is step {of_export.get('step')} of the run {public_text(str(of_export.get('run')))} "
             f"(`{public_text(str(of_export.get('run_id')))}`, weights `{public_text(str(of_export.get('weights')))}`)"
         )
-    return f"{sentence}. Its own card, where it had one, is in `{SOURCE_CARD}`."
+    return sentence
 
 
-def _data(config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> str:
+def _data(config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     section = config.get("data")
     data: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
     listed = data.get("sources")
     sources = listed if isinstance(listed, list) and listed else [data]
-    rows = []
     for number, source in enumerate(sources):
         values: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
         task = values.get("synthetic")
@@ -175,8 +265,7 @@ def _data(config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> str:
             or values.get("path")
             or (f"generated, {task.get('task')}" if isinstance(task, Mapping) else "rows")
         )
-        rows.append((public_text(str(name)), f"`{escaped(str(fingerprints.get(f'{_ROWS}{number}', 'not noted')))}`"))
-    return _table(("source", "fingerprint of its rows"), rows)
+        yield public_text(str(name)), f"`{escaped(str(fingerprints.get(f'{_ROWS}{number}', 'not noted')))}`"
 
 
 def _settings(public: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -186,48 +275,11 @@ def _settings(public: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"`{key}`", escaped(text if len(text) <= _LONGEST else text[:_LONGEST] + "…")
 
 
-def _evaluation(numbers: Mapping[str, float], exported: Exported) -> str:
-    rows = []
+def _evaluations(numbers: Mapping[str, float]) -> Iterator[tuple[str, ...]]:
     for name, value in numbers.items():
         if name.startswith("eval/") and math.isfinite(value):
             of_set, _, metric = name.removeprefix("eval/").partition("/")
-            rows.append((escaped(of_set), escaped(metric), f"{value:.6g}"))
-    if not rows:
-        return "The run made no evaluation at this step."
-    best = exported.rating
-    introduction = f"The best by `{escaped(str(best['metric']))}` so far. " if best else ""
-    table = _table(("set", "metric", "value"), rows)
-    return f"{introduction}Measured by the run itself, last before this export.\n\n{table}"
-
-
-def _run(exported: Exported) -> Iterator[tuple[str, str]]:
-    yield "run", f"`{exported.run_id or 'without a directory'}`"
-    yield "step", str(exported.step)
-    yield "weights", exported.weights
-
-
-def _loading(text: str, files: Iterable[str], *, adapter: bool) -> str:
-    scores = "pipeline_tag: text-classification" in text
-    kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
-    if adapter:
-        kind = kind.replace("Auto", "AutoPeft")
-    code = ", trust_remote_code=True" if any(name.endswith(".py") for name in files) else ""
-    package = "peft" if adapter else "transformers"
-    lines = [
-        f"from {package} import {kind}",
-        "from transformers import AutoTokenizer",
-        "",
-        'path = "."  # this directory, or its name on the hub',
-        f"model = {kind}.from_pretrained(path{code})",
-    ]
-    if adapter:
-        return "```python\n" + "\n".join([lines[0], "", *lines[3:]]) + "\n```\n\nThe tokenizer is that of the base.\n"
-    return "```python\n" + "\n".join([*lines, f"tokenizer = AutoTokenizer.from_pretrained(path{code})"]) + "\n```\n"
-
-
-def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [heads, tuple("---" for _ in heads), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
+            yield escaped(of_set), escaped(metric), f"{value:.6g}"
 
 
 def _part(config: Mapping[str, Any], section: str, key: str) -> Any:

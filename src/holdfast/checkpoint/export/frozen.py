@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from holdfast.checkpoint.format.snapshot import TRAINED
@@ -16,42 +15,18 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.models.adapters.files import AdapterSource
 from holdfast.models.adapters.lora import add_adapters
 from holdfast.models.files.conversion import Header
-from holdfast.models.files.loading import WeightGroup, WeightSource
 from holdfast.models.files.origin import read_config
 from holdfast.models.heads.scorer import is_scorer
 from holdfast.models.setup.model import Blueprint, source_of, storage_of
 from holdfast.parallel.shards import sharded_parameters
 
 
-class FrozenWeights(Mapping[str, Tensor]):
-    """The parameters of a model that its checkpoints do not hold, read when they are asked for."""
-
-    def __init__(self, headers: Mapping[str, Header], source: WeightSource) -> None:
-        """Find the parameters in a source; `headers` have the shapes and dtypes in which a run stores them."""
-        self.headers = headers
-        self._groups: dict[str, WeightGroup] = {
-            name: group for group in source.groups() for name in group.targets if name in headers
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Read a parameter, in the dtype in which a run stores it."""
-        group = self._groups[name]
-        rows = {target: slice(0, header.shape[0] if header.shape else None) for target, header in group.targets.items()}
-        return group.load(rows)[name].to(self.headers[name].dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield names."""
-        return iter(self.headers)
-
-    def __len__(self) -> int:
-        """Return the number of parameters."""
-        return len(self.headers)
-
-
 def frozen_weights(
     checkpoints: Sequence[StoredCheckpoint], origin: Blueprint, section: ModelConfig, base: Path | None
-) -> FrozenWeights:
-    """Return the frozen weights that checkpoints of one model leave out; none of whole checkpoints.
+) -> tuple[dict[str, Header], Callable[[str], Tensor]]:
+    """Return shape and dtype of the frozen weights that checkpoints of one model leave out, and what reads them.
+
+    Of whole checkpoints there are none.
 
     Args:
         checkpoints: Of one model.
@@ -63,9 +38,9 @@ def frozen_weights(
     Raises:
         CheckpointMismatch: The weights that they were saved beside are not there, or others are.
     """
-    last, source = checkpoints[-1], origin.source
+    last = checkpoints[-1]
     if TRAINED not in last.manifest.contents:
-        return FrozenWeights({}, source)
+        return {}, dict[str, Tensor]().__getitem__
     for checkpoint in checkpoints:
         directory = located_base(
             checkpoint.path,
@@ -92,12 +67,11 @@ def frozen_weights(
         for name, value in sharded_parameters(model).items()
         if name not in held
     }
-    return FrozenWeights(headers, source)
+    groups = {name: group for group in source.groups() for name in group.targets if name in headers}
 
+    def read(name: str) -> Tensor:
+        group = groups[name]
+        rows = {target: slice(0, header.shape[0] if header.shape else None) for target, header in group.targets.items()}
+        return group.load(rows)[name].to(headers[name].dtype)
 
-def with_dtype(headers: Mapping[str, Header], dtype: torch.dtype | None) -> dict[str, Header]:
-    """Return headers with floating-point dtypes replaced by `dtype` if given."""
-    return {
-        name: header if dtype is None or not header.dtype.is_floating_point else header._replace(dtype=dtype)
-        for name, header in headers.items()
-    }
+    return headers, read

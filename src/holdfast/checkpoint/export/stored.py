@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
-from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.adapters import Description, write_adapters
-from holdfast.checkpoint.export.card import CARD, card_of
-from holdfast.checkpoint.export.frozen import frozen_weights, with_dtype
-from holdfast.checkpoint.export.model import (
-    ExportFormat,
+from holdfast.checkpoint.export.assets import ExportFailed
+from holdfast.checkpoint.export.card import Papers, card_of
+from holdfast.checkpoint.export.frozen import frozen_weights
+from holdfast.checkpoint.export.write import (
     check_outside,
     check_target,
+    model_weights,
     sync_directory,
-    write_model,
+    write_export,
 )
-from holdfast.checkpoint.export.small_files import ExportFailed
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import MODEL, OPTIM
 from holdfast.checkpoint.inspect.tensors import ModelTensors, StoredCheckpoint
@@ -44,7 +43,7 @@ from holdfast.config.verbs.roots import verb_of
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 from holdfast.files import read_json
-from holdfast.models.adapters.files import PEFT_PREFIX, modules_in
+from holdfast.models.adapters.files import modules_in
 from holdfast.models.adapters.live import Join, joins_of
 from holdfast.models.adapters.lora import add_adapters
 from holdfast.models.files.conversion import Header
@@ -96,22 +95,28 @@ def export_stored(  # noqa: PLR0913 - what is written, from where, and how
     _check_writable(directory)
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
-        texts = _texts(checkpoints, Path(folder), averaged=averaged)
-        tensors = ModelTensors(checkpoints, averaged=averaged)
-        sources = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
-        joins = _joins(origin, _model_section(Path(folder)))
-        named = {"path": _settings(Path(folder))["model"]["path"]}
-        frozen = frozen_weights(checkpoints, origin, _model_section(Path(folder)).model_copy(update=named), base)
-        headers = last.model_headers(dtype) | with_dtype(frozen.headers, dtype)
-        _merge(headers, joins, dtype)
+        papers = _papers(checkpoints, Path(folder), averaged=averaged)
+        means = ModelTensors(checkpoints, averaged=averaged)
+        each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
+        section = _model_section(Path(folder))
+        joins = _joins(origin, section)
+        named = section.model_copy(update={"path": _settings(Path(folder))["model"]["path"]})
+        frozen, read_frozen = frozen_weights(checkpoints, origin, named, base)
+        headers = last.model_headers(None) | frozen
+        _merge(headers, joins)
+
+        def stored(tensors: ModelTensors, name: str) -> Tensor:
+            return read_frozen(name) if name in frozen else tensors[name]
 
         def read(name: str) -> Tensor:
-            if name in joins:
-                return _joined(joins[name], sources, frozen)
-            return frozen[name] if name in frozen else tensors[name]
+            with _reading(last):
+                if name not in joins:
+                    return stored(means, name)
+                join = joins[name]
+                return _mean([join.run([stored(tensors, part) for part in join.inputs]) for tensors in each])
 
-        form = ExportFormat(dtype, largest_file_bytes, texts)
-        write_model(_Tensors(headers, read, last), headers, origin, directory, RankGroup(), form)
+        weights = model_weights(read, headers, origin, dtype, largest_file_bytes)
+        write_export(weights, papers, directory, RankGroup(), origin)
 
 
 def export_stored_adapter(
@@ -135,7 +140,7 @@ def export_stored_adapter(
     _check_writable(directory)
     with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
         _lay_assets(checkpoint, Path(folder))
-        texts = _texts([checkpoint], Path(folder), averaged=averaged)
+        papers = _papers([checkpoint], Path(folder), averaged=averaged)
         lora = _model_section(Path(folder)).lora
         about = Path(folder) / ADAPTERS
         described_as = None if not about.exists() else Description(**read_json(about))
@@ -148,18 +153,23 @@ def export_stored_adapter(
         )
     if described_as is None:
         raise NoCheckpoint(f"{checkpoint.path} does not describe its adapters: it was not saved by a training run.")
+    modules = tuple(f"{module}." for module in modules_in(described_as.settings))
+    headers = {
+        name: header
+        for name, header in checkpoint.model_headers(None).items()
+        if ".lora_" in name or name.startswith(modules)
+    }
     stored = ModelTensors([checkpoint], averaged=averaged)
-    tensors = {}
-    module_prefixes = tuple(f"{module}." for module in modules_in(described_as.settings))
-    with _reading(checkpoint):
-        for name in stored:
-            if ".lora_" in name or name.startswith(module_prefixes):
-                tensors[PEFT_PREFIX + name] = stored[name] if dtype is None else stored[name].to(dtype)
-    write_adapters(directory, tensors, described_as, texts)
+
+    def read(name: str) -> Tensor:
+        with _reading(checkpoint):
+            return stored[name]
+
+    write_adapters(read, headers, described_as, directory, RankGroup(), papers, dtype=dtype)
 
 
-def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> dict[str, str]:
-    """Return what an export holds besides the model's own files: configuration, and what it is an export of."""
+def _papers(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> Papers:
+    """Return what an export says of itself: the run's configuration, its run and step, and its card."""
     manifest, steps = checkpoints[-1].manifest, [checkpoint.manifest.step for checkpoint in checkpoints]
     config = to_yaml(public_configuration(_settings(folder), WHOLE))  # of checkpoints of earlier commits, whole
     parent = folder / PARENT
@@ -174,7 +184,7 @@ def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: b
     settings = _settings(folder)
     numbers = {name: value for name, value in manifest.metrics.items() if value is not None}
     card = card_of(settings, verb_of(settings), about, numbers, manifest.fingerprints.get("data", {}))
-    return {EXPORTED_CONFIG: config, ABOUT: about.text(), CARD: card}
+    return Papers(about, card, {EXPORTED_CONFIG: config})
 
 
 def _check_writable(target: Path) -> None:
@@ -199,23 +209,6 @@ def _reading(checkpoint: StoredCheckpoint) -> Iterator[None]:
         ) from error
 
 
-class _Tensors(Mapping[str, Tensor]):
-    """Tensors of a checkpoint, which another process may delete while they are being read."""
-
-    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], checkpoint: StoredCheckpoint) -> None:
-        self._names, self._read, self._checkpoint = tuple(names), read, checkpoint
-
-    def __getitem__(self, name: str) -> Tensor:
-        with _reading(self._checkpoint):
-            return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def _model_section(folder: Path) -> ModelConfig:
     """Return the run's model section, with what the checkpoint's own files say in the place of its origin."""
     section = {**_settings(folder)["model"], "path": str(folder), "config": None}
@@ -235,20 +228,17 @@ def _joins(origin: Blueprint, section: ModelConfig) -> dict[str, Join]:
     return joins_of(model)
 
 
-def _merge(headers: dict[str, Header], joins: Mapping[str, Join], dtype: torch.dtype | None) -> None:
+def _merge(headers: dict[str, Header], joins: Mapping[str, Join]) -> None:
     """Put the matrix of each join in the place of its parts."""
     for name, join in joins.items():
         for key in join.inputs[1:]:
             del headers[key]
         if join.header is not None:
-            headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
+            headers[name] = join.header
 
 
-def _joined(join: Join, sources: Sequence[ModelTensors], frozen: Mapping[str, Tensor]) -> Tensor:
-    """Return a matrix with its adapter merged; of several checkpoints the mean of what each one computes with."""
-    matrices = [
-        join.run([frozen[name] if name in frozen else tensors[name] for name in join.inputs]) for tensors in sources
-    ]
+def _mean(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the mean of the matrices that checkpoints compute with, taken in float64."""
     total = sum(matrix.to(torch.float64) for matrix in matrices)
     assert isinstance(total, Tensor)
     return (total / len(matrices)).to(matrices[-1].dtype)

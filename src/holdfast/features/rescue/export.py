@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
-from holdfast.checkpoint.export.about import ABOUT_FILE, Exported
-from holdfast.checkpoint.export.model import ExportFormat, check_outside, write_model
+from holdfast.checkpoint.export.about import Exported
+from holdfast.checkpoint.export.card import Papers
+from holdfast.checkpoint.export.write import check_outside, model_weights, write_export
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError
@@ -28,7 +29,6 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mode
 _SMALL = {".json", ".txt", ".jinja", ".model"}
 _MOST_BYTES = 64 * 2**20
 """Of a file that describes a model or its tokens: the largest vocabularies take some 30 MiB."""
-_LARGEST_FILE_BYTES = 5_000_000_000
 
 
 def export_foreign(
@@ -61,17 +61,13 @@ def export_foreign(
         align(checkpoint, {*parameters, *buffers}, tied_names(origin.skeleton))
         shapes = {name: tuple(value.shape) for name, value in parameters.items()}
         weights = {name: checkpoint.weights[name] for name in fitting(checkpoint, shapes, buffers)}
-        headers = {name: Header(weight.shape, _written(weight.dtype, dtype)) for name, weight in weights.items()}
+        headers = {name: Header(weight.shape, weight.dtype) for name, weight in weights.items()}
         about = Exported(
             run_id="", run=f"{checkpoint.system} {checkpoint.path.name}", step=checkpoint.step or 0,
             parent={"imported": str(checkpoint.path), "system": checkpoint.system},
         )  # fmt: skip
-        form = ExportFormat(dtype, _LARGEST_FILE_BYTES, {ABOUT_FILE: about.text()})
-        write_model(LazyTensors(weights), headers, origin, directory, RankGroup(), form)
-
-
-def _written(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and stored.is_floating_point else stored
+        planned = model_weights(lambda name: read_finite(name, weights[name]), headers, origin, dtype)
+        write_export(planned, Papers(about), directory, RankGroup(), origin)
 
 
 def fitting(checkpoint: ForeignCheckpoint, shapes: Mapping[str, tuple[int, ...]], buffers: set[str]) -> list[str]:
@@ -178,28 +174,14 @@ def finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-class LazyTensors(Mapping[str, Tensor]):
-    """A mapping from names to tensors of a checkpoint that reads each tensor when it is looked up."""
+def read_finite(name: str, tensor: StoredTensor) -> Tensor:
+    """Return a tensor of the source, whose numbers are all finite.
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self._stored = stored
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor.
-
-        Raises:
-            CheckpointCorrupt: Its file is damaged.
-        """
-        try:
-            tensor = self._stored[name].read()
-        except (DamagedFile, OSError) as error:
-            raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
-        return finite(name, tensor)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield names."""
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        """Return the number of tensors."""
-        return len(self._stored)
+    Raises:
+        CheckpointCorrupt: Its file is damaged, or a number is NaN or infinite.
+    """
+    try:
+        values = tensor.read()
+    except (DamagedFile, OSError) as error:
+        raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
+    return finite(name, values)

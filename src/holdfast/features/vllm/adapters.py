@@ -26,10 +26,10 @@ from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.adapters.files import PEFT_PREFIX, SETTINGS, WEIGHTS, names_in_file, peft_settings
 from holdfast.models.adapters.live import adapters_of
-from holdfast.models.files.conversion import Header
+from holdfast.models.files.conversion import Header, renamed
 from holdfast.models.files.safetensors_files import tensor_bytes, write_file
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.parallel.stream import whole_on_first
+from holdfast.parallel.stream import converted_tensors
 from holdfast.training.run import ShardedModel
 
 _MIB = 2**20
@@ -37,11 +37,13 @@ _MIB = 2**20
 
 def adapter_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the factors under peft's names on rank 0, in the compute dtype; elsewhere send their shards."""
-    parameters, dtype = sharded_parameters(sharded.model), getattr(torch, sharded.plan.compute_dtype)
-    for name in names_in_file(sharded.model):
-        tensor = whole_on_first(parameters[name])
-        if tensor is not None:
-            yield PEFT_PREFIX + name, tensor.to("cpu", dtype).contiguous()
+    headers = adapter_headers(sharded)
+    plan = renamed({name: name.removeprefix(PEFT_PREFIX) for name in headers}, headers)
+    dtype, ranks = getattr(torch, sharded.plan.compute_dtype), sharded.setting.ranks
+    parameters = sharded_parameters(sharded.model)
+    with converted_tensors(parameters.__getitem__, plan, dtype, ranks) as tensors:
+        for name, pieces in tensors:
+            yield name, torch.cat([piece.cpu() for piece in pieces])
 
 
 def adapter_headers(sharded: ShardedModel) -> dict[str, Header]:

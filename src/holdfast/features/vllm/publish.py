@@ -79,14 +79,15 @@ def _stream(
     sharded: ShardedModel, plan: Outgoing, *, merge: bool = True, on_device: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors on rank 0, on the CPU or where they are; elsewhere send their shards."""
-    holdings, is_first = held_tensors(sharded.model, merge=merge), sharded.setting.world.is_first
-    for name, pieces in converted_tensors(holdings, plan.conversions, _dtype(sharded), keep=is_first):
-        shards = list(pieces)
-        tensor = shards[0] if len(shards) == 1 else torch.cat(shards)
-        tensor = tensor if on_device else tensor.cpu()
-        yield name, tensor
-        if plan.tie is not None and name == plan.tie[0]:
-            yield plan.tie[1], tensor
+    holdings = held_tensors(sharded.model, merge=merge)
+    with converted_tensors(holdings.__getitem__, plan.conversions, _dtype(sharded), sharded.setting.ranks) as tensors:
+        for name, pieces in tensors:
+            shards = list(pieces)
+            tensor = shards[0] if len(shards) == 1 else torch.cat(shards)
+            tensor = tensor if on_device else tensor.cpu()
+            yield name, tensor
+            if plan.tie is not None and name == plan.tie[0]:
+                yield plan.tie[1], tensor
 
 
 def _dtype(sharded: ShardedModel) -> torch.dtype:

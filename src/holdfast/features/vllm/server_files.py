@@ -23,7 +23,7 @@ def main() -> None:
     leave_out_broken()
     import torch
 
-    from holdfast.checkpoint.export.model import write_assets
+    from holdfast.checkpoint.export.assets import write_assets
     from holdfast.data.tokens.vision import ImageSide
     from holdfast.models.files.processors import write_processor
     from holdfast.models.setup.model import blueprint

@@ -115,6 +115,18 @@ def plan_outgoing(model: Any, headers: Mapping[str, Header], used: Sequence[Any]
     return tuple(group.conversion(model, headers, renamings) for group in groups.values())
 
 
+def renamed(names: Mapping[str, str], headers: Mapping[str, Header]) -> tuple[Conversion, ...]:
+    """Return the plan that gives each tensor its name in a file and changes nothing else.
+
+    Args:
+        names: The model's name of each tensor, by its name in the file.
+        headers: Shapes and dtypes in the file.
+    """
+    return tuple(
+        Conversion((source,), {target: headers[target]}, dict, renames_only=True) for target, source in names.items()
+    )
+
+
 def _sorted_out(transforms: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Return renamings, converters, and converters by each pattern they start from."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming

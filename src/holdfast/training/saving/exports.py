@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported, read_about
 from holdfast.checkpoint.export.adapters import Description, export_adapters
-from holdfast.checkpoint.export.card import CARD, card_of
-from holdfast.checkpoint.export.model import check_export_names, export, sync_directory
+from holdfast.checkpoint.export.card import Papers, card_of
+from holdfast.checkpoint.export.write import check_export_names, export, raised_together, sync_directory
 from holdfast.checkpoint.place.layout import LATER, TRASH, fresh, step_name
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.verbs.training import as_plain
@@ -71,7 +70,7 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
     ema, best, rating = run.setting.config.optim.ema, run.setting.config.checkpoint.export_best, None
     if name == BEST and best is not None and metrics is not None:
         rating = {"metric": best.metric, "value": run.setting.ranks.agree(metrics.get(best.metric))}
-    with run.setting.ranks.together():
+    with raised_together(run.setting.directory / EXPORTS / name, run.setting.ranks):
         about = Exported("", run.setting.config.run.name, run.trained.state.step, rating=rating)
         # Who writes; and a run that somebody builds in Python, without the loop around it, has no directory.
         if run.setting.world.is_first and directory.is_run(run.setting.directory):
@@ -88,18 +87,19 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
 
 def _export(run: Run, name: str, exported: Exported, metrics: Mapping[str, float]) -> str:
     path = run.setting.directory / EXPORTS / name
-    config = as_plain(run.setting.config)
-    card = card_of(config, run.setting.config.verb, exported, metrics, run.identity.get("data", {}))
-    texts = {EXPORTED_CONFIG: directory.portable_yaml(run.setting.config), ABOUT: exported.text(), CARD: card}
     with run.setting.phase("export"):
-        about = describe_adapters(run)
+        with raised_together(path, run.setting.ranks):
+            config, data = run.setting.config, run.identity.get("data", {})
+            card = card_of(as_plain(config), config.verb, exported, metrics, data)
+            papers = Papers(exported, card, {EXPORTED_CONFIG: directory.portable_yaml(config)})
+            about = describe_adapters(run)
         if about is not None:
             export_adapters(
                 run.trained.model,
                 about,
                 path.with_name(f"{name}-adapter"),
                 run.setting.ranks,
-                texts,
+                papers,
                 reached=lambda name: run.setting.world.failure.phase(f"adapter export: {name}"),
             )
         export(
@@ -109,7 +109,7 @@ def _export(run: Run, name: str, exported: Exported, metrics: Mapping[str, float
             run.setting.ranks,
             dtype=_dtype(run),
             largest_file_bytes=run.setting.config.checkpoint.export_shard_bytes,
-            extra_files=texts,
+            papers=papers,
             reached=lambda name: run.setting.world.failure.phase(f"export: {name}"),
         )
     return str(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast import patience
 from holdfast.checkpoint.errors import NoCheckpoint
-from holdfast.checkpoint.export.model import clean_exports
+from holdfast.checkpoint.export.write import clean_exports
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.format.other_systems import foreign_checkpoints
 from holdfast.checkpoint.keep.retention import all_steps, changing, has_any, has_own, manifests, remove_leftovers

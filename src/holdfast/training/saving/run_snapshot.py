@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.export.model import write_assets
-from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
+from holdfast.checkpoint.export.assets import ExportFailed, check_readable, write_assets
 from holdfast.checkpoint.export.stored import ADAPTERS, PARENT, STORED_HEADERS, headers_json
 from holdfast.checkpoint.format.snapshot import (
     LiveTensors,

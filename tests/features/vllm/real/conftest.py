@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from holdfast.checkpoint.export.model import write_assets
+from holdfast.checkpoint.export.assets import write_assets
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.launch import LaunchConfig

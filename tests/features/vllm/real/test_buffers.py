@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint.export.model import write_assets
+from holdfast.checkpoint.export.assets import write_assets
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig

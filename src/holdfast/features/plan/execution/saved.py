@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from holdfast.checkpoint.export.model import check_export_names, write_assets
+from holdfast.checkpoint.export.assets import write_assets
+from holdfast.checkpoint.export.write import check_export_names
 from holdfast.checkpoint.format.manifest import Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import (
     RandomState,
