@@ -68,7 +68,7 @@ def watching(folder: Path) -> dict[str, float]:
     step = 2000
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 120, 0, 0))
-    (run.place / "checkpoints/.lease.json").write_text(json.dumps(lease))  # held elsewhere, so it goes on
+    (run.place / "checkpoints/.lease-00000001.json").write_text(json.dumps(lease))  # held elsewhere, so it goes on
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", "watch", str(run.place)],
         stdin=slave, stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm-256color"},
@@ -81,7 +81,7 @@ def watching(folder: Path) -> dict[str, float]:
         while (now := time.monotonic() - began) < SETTLING_SECONDS + WATCHED_SECONDS:
             step += 1
             run.steps(step, step)
-            (run.place / "checkpoints/.lease.json").touch()
+            (run.place / "checkpoints/.lease-00000001.json").touch()
             end = time.monotonic() + 0.5
             while time.monotonic() < end:
                 if select.select([master], [], [], 0.05)[0]:

@@ -356,6 +356,41 @@ def is_of_here(holder: Mapping[str, Any]) -> bool:
     return bool(here) and holder.get("machine") == here
 
 
+def started(pid: int) -> float | None:
+    """Return when a process of this machine started, in seconds since its boot; None if it has ended, or is hidden.
+
+    A process that has ended and whose parent has not yet asked for its exit code has ended here.
+    """
+    try:
+        # The name of the program, in parentheses, may itself hold spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in {"Z", "X"} else int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def died_here(holder: Mapping[str, Any]) -> bool:
-    """Return whether a process that recorded its `pid` and `machine` ran on this machine and has ended."""
-    return is_of_here(holder) and not Path(f"/proc/{holder.get('pid')}").exists()
+    """Return whether a process that recorded its `pid` and `machine` ran on this machine and has ended.
+
+    Where it recorded its start as `started`, another process that has its number by now is told from it.
+    """
+    pid, since = holder.get("pid"), holder.get("started")
+    if not is_of_here(holder) or not isinstance(pid, int):
+        return False
+    now = started(pid)
+    if now is None:
+        return not _is_hidden(pid)
+    return since is not None and since != now
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process of this number exists and /proc does not show it, as a mount with hidepid does."""
+    if Path(f"/proc/{pid}").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 from holdfast.checkpoint.errors import CheckpointError, DirectoryTaken, PlaceLost
 from holdfast.checkpoint.format.manifest import NAME, About, parse
 from holdfast.checkpoint.keep.retention import Retention, remove_leftovers
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import step_name
-from holdfast.checkpoint.place.object_lease import ObjectLease
+from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.saving.writer import commit
 from holdfast.checkpoint.session import Session
 from tests.checkpoint.cases import newest_whole
 from tests.checkpoint.crash_states import RANKS, Files, Store, files_of, snapshot_of
 from tests.checkpoint.recording_stores import Bucket, Contents, Disk, Tree
 
-FROZEN_SECONDS = (100.0, 600.0)
+FROZEN_SECONDS = (100.0, 1500.0)
 """How long a job is suspended, with its lease: from less than a lease lasts to more than the other job's saves do."""
 RENEW_SECONDS = 15.0
 RETRY_SECONDS = 60.0
@@ -137,12 +139,34 @@ class Scheduler:
         return max(task.wakes, self._thaws.get(task.job, 0.0))
 
 
-class SteppedLease(ObjectLease):
-    """A lease that is renewed by a task of the scheduler."""
+class SteppedLock:
+    """A lock between tasks of one job, of which one that waits takes turns."""
+
+    def __init__(self, scheduler: Scheduler, job: str) -> None:
+        self._scheduler, self._job, self._is_held = scheduler, job, False
+
+    def __enter__(self) -> None:
+        while self._is_held:
+            self._scheduler.turn(self._job)
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+
+
+class SteppedLease(Lease):
+    """A lease of a job on a machine of its own, renewed by a task of the scheduler."""
 
     scheduler: Scheduler
     job: str
     renews = True
+
+    def __init__(self, storage: Store) -> None:
+        super().__init__(storage)
+        self._writing: Any = SteppedLock(self.scheduler, self.job)
+
+    def _text(self) -> bytes:
+        return json.dumps(json.loads(super()._text()) | {"machine": [self.job]}).encode().ljust(512)
 
     def _begin(self) -> None:
         self._is_renewing = self._is_over = False
@@ -154,7 +178,8 @@ class SteppedLease(ObjectLease):
             if self._is_over:
                 return
             self._is_renewing = True
-            self._renew()
+            with suppress(OSError):  # as the shipped thread has it
+                self._renew()
             self._is_renewing = False
 
     def __exit__(self, *_: Any) -> None:
@@ -216,29 +241,28 @@ def _alone(job: int, step: int) -> Files:
     return {path: data for path, data in files_of(store, step_name(step)).items() if path != NAME}
 
 
-def bucket_jobs(
+def jobs_in(
+    kind: type[Store],
     seed: int,
     freezes: Collection[tuple[str, int]] = (),
     *,
     lease: type[SteppedLease] = SteppedLease,
-    kind: type[Bucket] = Bucket,
-    contents: Contents | None = None,
 ) -> Outcome:
-    """Let two jobs resume and save in one bucket; return what they reported and lost."""
-    scheduler, contents, outcome = Scheduler(seed, freezes), contents or Contents(), Outcome()
+    """Let two jobs resume and save in one place; return what they reported and lost."""
+    scheduler, outcome = Scheduler(seed, freezes), Outcome()
+    place: Any = Contents() if issubclass(kind, Bucket) else Tree()
 
-    def client(job: str) -> Bucket:
-        store = kind(contents)
+    def client(job: str, number: int) -> Store:
+        store: Any = kind(place) if issubclass(kind, Bucket) else kind(place, first=1 + number * 100_000)
 
         def turn() -> None:
             scheduler.turn(job)
-            contents.seconds = scheduler.seconds
+            place.seconds = scheduler.seconds
 
         store.turn = turn
-        return store
+        return cast("Store", store)
 
-    def work(job: str, number: int) -> None:
-        store = client(job)
+    def work(store: Store, job: str, number: int) -> None:
         held = type("Held", (lease,), {"scheduler": scheduler, "job": job})
         for _ in range(10):
             try:
@@ -249,14 +273,14 @@ def bucket_jobs(
                 scheduler.sleep(job, RETRY_SECONDS)
 
     for number, job in enumerate(("first", "second")):
-        scheduler.add(job, partial(work, job, number))
+        scheduler.add(job, partial(work, client(job, number), job, number))  # numbers of new nodes are apart
     scheduler.run()
     outcome.operations = scheduler.made
-    outcome.look(Bucket(contents))
+    outcome.look(Bucket(place) if issubclass(kind, Bucket) else Disk(place))
     return outcome
 
 
-def _save_in_turn(store: Bucket, lease: SteppedLease, job: str, number: int, outcome: Outcome) -> None:
+def _save_in_turn(store: Store, lease: SteppedLease, job: str, number: int, outcome: Outcome) -> None:
     """Resume, and save some steps as a run does; stop at the first save that fails."""
     choice = newest_whole(store, RANKS)
     remove_leftovers(store, wait=True)
@@ -283,8 +307,7 @@ def disk_jobs(seed: int, kind: type[Disk] = Disk) -> Outcome:
     """Let two jobs, which no lease keeps apart, save the same steps on one disk."""
     scheduler, tree, outcome = Scheduler(seed), Tree(), Outcome()
 
-    def work(job: str, number: int) -> None:
-        store = kind(tree, first=1 + number * 1000)
+    def work(store: Disk, job: str, number: int) -> None:
         store.turn = lambda: scheduler.turn(job)
         session = Session(store, RANKS, "run", Retention(last=9), background=False)
         for step in range(1, 1 + STEPS):
@@ -297,7 +320,7 @@ def disk_jobs(seed: int, kind: type[Disk] = Disk) -> Outcome:
                 outcome.saved.append((number, step))
 
     for number, job in enumerate(("first", "second")):
-        scheduler.add(job, partial(work, job, number))
+        scheduler.add(job, partial(work, kind(tree, first=1 + number * 1000), job, number))
     scheduler.run()
     outcome.look(Disk(tree))
     return outcome

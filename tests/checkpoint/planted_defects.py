@@ -10,10 +10,10 @@ from holdfast.checkpoint.format.manifest import NAME, About
 from holdfast.checkpoint.format.shards import shard_file
 from holdfast.checkpoint.keep.retention import Retention, apply_retention
 from holdfast.checkpoint.place.hashing import HashingWriter
-from holdfast.checkpoint.place.layout import QUARANTINE, TRASH, step_name, step_of
+from holdfast.checkpoint.place.layout import QUARANTINE, STAGING, TRASH, step_name, step_of
 from holdfast.checkpoint.saving.writer import commit
 from tests.checkpoint.crash_states import LAST, RANKS, Job, files_of, snapshot_of
-from tests.checkpoint.recording_stores import Bucket, Contents, Disk
+from tests.checkpoint.recording_stores import Bucket, Contents, Disk, Requests
 
 
 class NoFileIsSynced(Disk):
@@ -76,7 +76,7 @@ class ReplacedInPlace(Disk):
         self.put_new(path, data)
 
 
-class ManifestIsPutFirst(Bucket):
+class ReferenceIsPutFirst(Bucket):
     """Shards are uploaded in the background, and nobody waits for them before the commit."""
 
     def __init__(self, contents: Contents | None = None) -> None:
@@ -96,26 +96,36 @@ class ManifestIsPutFirst(Bucket):
     def size(self, path: str) -> int:
         return len(self.later[path]) if path in self.later else super().size(path)
 
-    def put_new(self, path: str, data: bytes) -> None:
-        super().put_new(path, data)
-        if path.endswith(NAME):
-            for shard in sorted(self.later):
-                super().put_new(shard, self.later.pop(shard))
+    def publish(self, staging: str, final: str) -> None:
+        super().publish(staging, final)
+        for shard in sorted(self.later):
+            super().replace(shard, self.later.pop(shard))
 
 
-class DeletedInAnyOrder(Bucket):
-    """A deletion does not begin with the manifest."""
+class DeletedBeforeItsReference(Bucket):
+    """A deletion begins with the files, under the checkpoint's own name."""
 
-    def remove(self, path: str) -> None:
-        super().remove(path.removesuffix(f"/{NAME}"))
+    def rename(self, old: str, new: str) -> None:
+        if not new.startswith(TRASH):
+            super().rename(old, new)
+            return
+        for file in self.files(old):
+            super().remove(f"{old}/{file}")
+        super().remove(old)
 
 
 class MovedFileByFile(Bucket):
     """What is put aside is moved one file after the other, the manifest first."""
 
     def rename(self, old: str, new: str) -> None:
+        if old.startswith(STAGING):
+            super().rename(old, new)
+            return
         for name in sorted(self.files(old), key=lambda name: (name != NAME, name)):
-            super().rename(f"{old}/{name}", f"{new}/{name}")
+            data = self.read(f"{old}/{name}")
+            self.remove(f"{old}/{name}")
+            self.replace(f"{new}/{name}", data)
+        self.remove(old)
 
 
 class PublishReplaces(Disk):
@@ -124,11 +134,15 @@ class PublishReplaces(Disk):
         super().publish(staging, final)
 
 
+class PutsRequests(Requests):
+    def put_new(self, name: str, data: bytes) -> None:
+        self.put(name, data)
+
+
 class PutWhateverIsThere(Bucket):
     """No put asks whether the object is there."""
 
-    def _put_new(self, path: str, data: bytes) -> None:
-        self.replace(path, data)
+    requests = PutsRequests
 
 
 class RetentionBeforeTheSave(Job):

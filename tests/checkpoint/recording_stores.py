@@ -1,7 +1,7 @@
 """Storages in memory that keep a journal of their effects: a disk, and a bucket of objects.
 
-They have the members of `holdfast.checkpoint.place.storage.Storage`; `test_recording_stores.py` compares them with
-LocalStorage and ObjectStorage. `crash_states.py` makes of a journal what a crash can leave.
+The bucket is the shipped storage above requests that are answered in memory; `test_recording_stores.py` compares disk
+and requests with LocalStorage and FsspecBucket. `crash_states.py` makes of a journal what a crash can leave.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import errno
 import io
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
-from holdfast.checkpoint.place.hashing import HashingWriter, hash_bytes
+from holdfast.checkpoint.place.hashing import HashingWriter
+from holdfast.checkpoint.place.storage import NOTHING, Storage
+from holdfast.features.object_store import bucket
+from holdfast.features.object_store.storage import ObjectStorage
 from holdfast.files import REGULAR, NotRegular
 
 ROOT = 0
@@ -64,10 +66,15 @@ class Tree:
 
     folders: dict[int, dict[str, int]] = field(default_factory=lambda: {ROOT: {}})
     data: dict[int, bytes] = field(default_factory=dict)
+    written: dict[int, float] = field(default_factory=dict)
+    """Time of the last write of each file."""
+    seconds: float = 0.0
+    """The file system's clock, which only tests set."""
 
     def copy(self) -> Tree:
         """Return a tree that changes alone."""
-        return Tree({number: dict(entries) for number, entries in self.folders.items()}, dict(self.data))
+        folders = {number: dict(entries) for number, entries in self.folders.items()}
+        return Tree(folders, dict(self.data), dict(self.written), self.seconds)
 
     def hold(self, effect: Effect) -> None:
         """Have the node that an effect makes, whether or not anything leads to it."""
@@ -81,6 +88,7 @@ class Tree:
         kind, node, name, other, value = effect
         if kind == "write":
             self.data[node] = value
+            self.written[node] = self.seconds
             return
         entries = self.folders[node]
         match kind:
@@ -104,12 +112,12 @@ class Tree:
         return files
 
 
-class Recording(ABC):
-    """A storage in memory whose effects stand in a journal."""
+class Recording:
+    """What both storages in memory have: a journal, and turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         self.journal: list[Effect] = []
-        self.moved_bytes = 0
         self.turn: Callable[[], object] = lambda: None
         """Called before each operation; a scheduler lets another job go on in it."""
 
@@ -117,25 +125,8 @@ class Recording(ABC):
         """Write into the journal what the caller knows by then."""
         self.journal.append(Effect("note", value=value))
 
-    def _note_moved(self, count: int) -> None:
-        self.moved_bytes += count
 
-    def open(self, path: str) -> IO[bytes]:
-        return io.BytesIO(self.read(path))
-
-    @abstractmethod
-    def read(self, path: str) -> bytes: ...
-
-    def hash(self, path: str, *, from_disk: bool = False) -> str:  # noqa: ARG002 - there is no cache
-        data = self.read(path)
-        self.moved_bytes += len(data)
-        return hash_bytes(data)
-
-    def size(self, path: str) -> int:
-        return len(self.read(path))
-
-
-class Disk(Recording):
+class Disk(Recording, Storage):
     """A file system, in which a power cut loses what was not synced.
 
     Bytes of a file are durable after fsync of the file, and entries of a folder (new names, renames, removals) after
@@ -148,11 +139,8 @@ class Disk(Recording):
         first: Lowest number of a new node; two jobs that have one tree number theirs apart.
     """
 
-    renames = True
-    root = "(disk)"
-
     def __init__(self, tree: Tree | None = None, first: int = 1) -> None:
-        super().__init__()
+        super().__init__("(disk)")
         self.tree = tree or Tree()
         self._last = max([first - 1, *self.tree.folders, *self.tree.data])
 
@@ -210,6 +198,9 @@ class Disk(Recording):
         """Fsync a file."""
         self._do("sync file", number)
 
+    def open(self, path: str) -> IO[bytes]:
+        return io.BytesIO(self.read(path))
+
     def read(self, path: str) -> bytes:
         self.turn()
         number = self._find(path)
@@ -217,21 +208,12 @@ class Disk(Recording):
             raise NotRegular(errno.EINVAL, "it is a directory", path)
         return self.tree.data[number]
 
-    def exists(self, path: str) -> bool:
+    def kind(self, path: str) -> str:
         self.turn()
         try:
-            self._find(path)
+            return "a directory" if self._find(path) in self.tree.folders else REGULAR
         except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
-
-    def is_file(self, path: str) -> bool:
-        return self.kind(path) == REGULAR
-
-    def kind(self, path: str) -> str:
-        if not self.exists(path):
-            return "nothing"
-        return "a directory" if self._find(path) in self.tree.folders else REGULAR
+            return NOTHING
 
     def names(self, path: str = "") -> list[str]:
         return sorted(self.tree.folders.get(self._find(path), {})) if self.exists(path) else []
@@ -254,13 +236,14 @@ class Disk(Recording):
         self.turn()
         self._do("sync folder", self._find(path))
 
-    def publish(self, staging: str, final: str) -> None:
-        self.rename(staging, final)
-        self.sync("")
-
     def put_new(self, path: str, data: bytes) -> None:
         with self.create(path) as file:
             file.write(data)
+
+    def overwrite(self, path: str, data: bytes) -> None:
+        self.turn()
+        number = self._find(path)
+        self._do("write", number, value=data + self.tree.data[number][len(data) :])
 
     def replace(self, path: str, data: bytes) -> None:
         staging = f"{path}.{os.getpid()}"
@@ -287,20 +270,17 @@ class Disk(Recording):
             self._remove(*self._place(path))
 
     def _remove(self, folder: int, name: str) -> None:
-        number = self.tree.folders[folder][name]
+        number = self.tree.folders[folder].get(name)
+        if number is None:  # another job was faster
+            return
         for below in sorted(self.tree.folders.get(number, ())):
             self.turn()
             self._remove(number, below)
         self._do("leave", folder, name, value=number)
 
-    def undo(self, path: str, keep: Collection[str] = ()) -> None:  # noqa: ARG002 - the interface's
-        self.remove(path)
-
-    def kept(self, path: str) -> None:
-        pass
-
     def age(self, path: str) -> float:
-        raise NotImplementedError(path)
+        self.turn()
+        return self.tree.seconds - self.tree.written.get(self._find(path), 0.0)
 
     def free_bytes(self) -> int | None:
         return None
@@ -334,125 +314,99 @@ class Contents:
             self.written[effect.name] = self.seconds, self.writes
 
 
-class Bucket(Recording):
+class Requests(bucket.Bucket):
     """A client of a bucket, in which an object appears whole or not at all, and at once to everybody.
 
-    A request waits for the answer to the one before it, except that all deletions below a prefix, and only these, are
-    in flight together. `Effect.node` numbers the flights.
+    A request waits for the answer to the one before it, except that the objects of one deletion are deleted in any
+    order. `Effect.node` numbers the flights.
 
     Args:
         contents: What is there.
     """
 
-    renames = False
-    root = "bucket://run"
-
-    def __init__(self, contents: Contents | None = None) -> None:
-        super().__init__()
-        self.contents = contents or Contents()
-        self._made: dict[str, tuple[float, int]] = {}
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+        self.recording: Recording
         self._flight = 0
 
-    def _ask(self, kind: str, name: str, data: bytes | None = None, *, together: bool = False) -> None:
-        if not together:
-            self._flight += 1
+    def _ask(self, kind: str, name: str, data: bytes | None = None) -> None:
         effect = Effect(kind, self._flight, name, value=data)
-        self.journal.append(effect)
+        self.recording.journal.append(effect)
         self.contents.apply(effect)
 
     @contextmanager
-    def create(self, path: str) -> Iterator[HashingWriter]:
+    def upload(self, name: str) -> Iterator[IO[bytes]]:
         file = Kept()
-        yield HashingWriter(file, self._note_moved)
+        yield file
         file.close()
-        self._put_new(path, file.data)
-        self._made[path] = self.contents.written[path]
+        self.put(name, file.data)
 
-    def _put_new(self, path: str, data: bytes) -> None:
-        self.turn()
-        if self.contents.objects.get(path, data) != data:
-            raise taken(path)
-        self._ask("put new", path, data)
+    def download(self, name: str) -> IO[bytes]:
+        return io.BytesIO(self.get(name))
 
-    def read(self, path: str) -> bytes:
-        self.turn()
-        if path not in self.contents.objects:
-            raise absent(path)
-        return self.contents.objects[path]
+    def get(self, name: str) -> bytes:
+        self.recording.turn()
+        if name not in self.contents.objects:
+            raise absent(name)
+        return self.contents.objects[name]
 
-    def exists(self, path: str) -> bool:
-        self.turn()
-        return path in self.contents.objects or bool(self._below(path))
+    def put(self, name: str, data: bytes) -> None:
+        self.recording.turn()
+        self._flight += 1
+        self._ask("put", name, data)
 
-    def is_file(self, path: str) -> bool:
-        self.turn()
-        return path in self.contents.objects
+    def put_new(self, name: str, data: bytes) -> None:
+        self.recording.turn()
+        if self.contents.objects.get(name, data) != data:
+            raise taken(name)
+        self._flight += 1
+        self._ask("put new", name, data)
 
-    def kind(self, path: str) -> str:
-        return "an object" if self.is_file(path) else "a prefix"
+    def has(self, name: str) -> bool:
+        self.recording.turn()
+        return name in self.contents.objects
 
-    def _below(self, path: str) -> list[str]:
-        prefix = f"{path}/" if path else ""
-        return sorted(name.removeprefix(prefix) for name in self.contents.objects if name.startswith(prefix))
+    def entries(self, prefix: str) -> list[str]:
+        return sorted({name.split("/")[0] for name in self.below(prefix)})
 
-    def names(self, path: str = "") -> list[str]:
-        self.turn()
-        return sorted({name.split("/")[0] for name in self._below(path)})
+    def below(self, prefix: str) -> list[str]:
+        self.recording.turn()
+        start = f"{prefix}/" if prefix else ""
+        return sorted(name.removeprefix(start) for name in self.contents.objects if name.startswith(start))
 
-    def files(self, path: str) -> list[str]:
-        self.turn()
-        return self._below(path)
-
-    def make(self, path: str) -> None:
-        pass
-
-    def sync(self, path: str) -> None:
-        pass
-
-    def publish(self, staging: str, final: str) -> None:
-        raise AssertionError((staging, final))
-
-    def put_new(self, path: str, data: bytes) -> None:
-        self._put_new(path, data)
-
-    def replace(self, path: str, data: bytes) -> None:
-        self.turn()
-        self._ask("put", path, data)
-
-    def rename(self, old: str, new: str) -> None:
-        names = [""] if self.is_file(old) else [f"/{name}" for name in self.files(old)]
+    def delete(self, names: Sequence[str]) -> None:
+        self._flight += 1
         for name in names:
-            self.replace(new + name, self.contents.objects[old + name])
-        for name in sorted(names, key=lambda name: name.count("/")):
-            self.remove(old + name)
+            if name in self.contents.objects:
+                self.recording.turn()
+                self._ask("delete", name)
 
-    def remove(self, path: str) -> None:
-        self.turn()
-        names = [path] if path in self.contents.objects else [f"{path}/{name}" for name in self._below(path)]
-        for place, name in enumerate(names):
-            self._ask("delete", name, together=place > 0)
+    def age(self, name: str) -> float:
+        self.recording.turn()
+        if name not in self.contents.objects:
+            raise absent(name)
+        return self.contents.seconds - self.contents.written[name][0]
 
-    def undo(self, path: str, keep: Collection[str] = ()) -> None:
-        for name in sorted(name for name in self._made if name.startswith(f"{path}/")):
-            written = self._made.pop(name)
-            if (
-                name.removeprefix(f"{path}/") not in keep
-                and name in self.contents.objects
-                and self.contents.written[name] == written
-            ):
-                self.remove(name)
 
-    def kept(self, path: str) -> None:
-        self._made = {name: written for name, written in self._made.items() if not name.startswith(f"{path}/")}
+class Bucket(Recording, ObjectStorage):
+    """The shipped storage of a bucket in memory.
 
-    def age(self, path: str) -> float:
-        self.turn()
-        if path not in self.contents.objects:
-            raise absent(path)
-        return self.contents.seconds - self.contents.written[path][0]
+    Args:
+        contents: What is there.
+    """
 
-    def free_bytes(self) -> int | None:
-        return None
+    requests: type[Requests] = Requests
 
-    def lacks(self, path: str, size: int) -> str | None:  # noqa: ARG002 - the interface's
-        return None
+    def __init__(self, contents: Contents | None = None) -> None:
+        self.contents = contents or Contents()
+        asked = self.requests(self.contents)
+        super().__init__("bucket://run", asked)
+        asked.recording = self
+
+    def files_of(self, name: str) -> dict[str, bytes]:
+        """Return the files of a folder by path, without a request."""
+        objects = self.contents.objects
+        prefix = objects.get(f"{name}.ref", name.encode()).split(b" ")[0].decode()
+        return {
+            path.removeprefix(f"{prefix}/"): data for path, data in objects.items() if path.startswith(f"{prefix}/")
+        }

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
-import pytest
-
-from holdfast.checkpoint.place.object_storage import ObjectStorage
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
-from tests.checkpoint.recording_stores import ROOT, Bucket, Disk
+from holdfast.features.object_store import bucket
+from holdfast.features.object_store.bucket import FsspecBucket
+from tests.checkpoint.recording_stores import ROOT, Bucket, Contents, Disk, Requests
 
 Act = Callable[[Any], object]
 
@@ -33,7 +32,11 @@ def opened(storage: Storage, path: str) -> bytes:
         return file.read()
 
 
-BOTH: list[Act] = [
+ON_A_DISK: list[Act] = [
+    lambda store: store.make("s"),
+    lambda store: store.make("s"),
+    lambda store: store.make("s/files"),
+    lambda store: store.make("deep/deeper"),
     lambda store: store.names(),
     lambda store: write(store, "s/files/one", b"1" * 600),
     lambda store: write(store, "s/files/two.tmp", b"two"),
@@ -51,24 +54,6 @@ BOTH: list[Act] = [
         store.size("s/files/one"),
         store.hash("s/files/one", from_disk=True),
     ),
-    lambda store: store.read("s/nothing"),
-    lambda store: store.size("nothing"),
-    lambda store: store.replace("pins.json", b"[1]"),
-    lambda store: store.replace("pins.json", b"[1, 2]"),
-    lambda store: opened(store, "pins.json"),
-    lambda store: store.rename("s", "t"),
-    lambda store: store.remove("t/files/one"),
-    lambda store: store.remove("t/files/one"),
-    lambda store: store.remove("nothing"),
-    lambda store: store.remove("t"),
-    lambda store: (store.free_bytes() is None, store.names()),
-]
-ON_A_DISK: list[Act] = [
-    lambda store: store.make("s"),
-    lambda store: store.make("s"),
-    lambda store: store.make("s/files"),
-    lambda store: store.make("deep/deeper"),
-    *BOTH[:13],
     lambda store: store.read("s"),
     lambda store: store.read("s/trainer.json/x"),
     lambda store: write(store, "absent/x", b""),
@@ -80,24 +65,45 @@ ON_A_DISK: list[Act] = [
     lambda store: store.publish("s", "step-1"),
     lambda store: store.rename("s", "step-1"),
     lambda store: store.rename("nothing", "new"),
-    lambda store: store.undo("s"),
+    lambda store: store.remove("s"),
     lambda store: store.rename("step-1", "s"),
-    *BOTH[13:-1],
+    lambda store: store.read("s/nothing"),
+    lambda store: store.size("nothing"),
+    lambda store: store.replace("pins.json", b"[1]"),
+    lambda store: store.replace("pins.json", b"[1, 2]"),
+    lambda store: store.overwrite("pins.json", b"[3, 4]"),
+    lambda store: store.overwrite("nothing", b"[3, 4]"),
+    lambda store: (opened(store, "pins.json"), store.age("pins.json") >= 0),
+    lambda store: store.rename("s", "t"),
+    lambda store: store.remove("t/files/one"),
+    lambda store: store.remove("t/files/one"),
+    lambda store: store.remove("nothing"),
+    lambda store: store.remove("t"),
 ]
-IN_A_BUCKET: list[Act] = [
-    *BOTH[:-1],
-    lambda store: store.put_new("same", b"1"),
-    lambda store: store.put_new("same", b"1"),
-    lambda store: write(store, "u/ours", b"1"),
-    lambda store: write(store, "u/kept", b"1"),
-    lambda store: store.replace("u/theirs", b"2"),
-    lambda store: (store.kept("u/ke"), store.kept("other")),
-    lambda store: write(store, "u/files/listed", b"1"),
-    lambda store: store.undo("u", keep=["files/listed"]),
-    lambda store: write(store, "v/ours", b"1"),
-    lambda store: (store.kept("v"), store.undo("v")),
-    lambda store: (store.age("same") >= 0, store.kind("same"), store.kind("u")),
+REQUESTS: list[Act] = [
+    lambda bucket: (bucket.entries(""), bucket.below("")),
+    lambda bucket: uploaded(bucket, "s/files/one", b"1" * 600),
+    lambda bucket: bucket.put("s/trainer.json", b"{}"),
+    lambda bucket: bucket.put("s/trainer.json", b"other"),
+    lambda bucket: bucket.put_new("s.ref", b"m"),
+    lambda bucket: bucket.put_new("s.ref", b"m"),
+    lambda bucket: bucket.put_new("s.ref", b"n"),
+    lambda bucket: (bucket.get("s.ref"), bucket.download("s/files/one").read()),
+    lambda bucket: bucket.get("nothing"),
+    lambda bucket: [bucket.has(name) for name in ("s", "s.ref", "s/files", "s/files/one", "nothing")],
+    lambda bucket: [bucket.entries(prefix) for prefix in ("", "s", "s/files", "nothing")],
+    lambda bucket: [bucket.below(prefix) for prefix in ("", "s", "s/files", "nothing")],
+    lambda bucket: bucket.age("s.ref") >= 0,
+    lambda bucket: bucket.age("nothing"),
+    lambda bucket: bucket.delete(["s.ref", "s/files/one", "nothing"]),
+    lambda bucket: bucket.delete([]),
+    lambda bucket: bucket.below(""),
 ]
+
+
+def uploaded(bucket: bucket.Bucket, name: str, data: bytes) -> None:
+    with bucket.upload(name) as file:
+        file.write(data)
 
 
 def answer(act: Act, store: Any) -> Any:
@@ -178,25 +184,32 @@ def reachable(disk: Disk) -> list[int]:
     return numbers
 
 
-def test_the_bucket_in_memory_does_what_an_object_store_does() -> None:
-    store, bucket = ObjectStorage(f"memory://{uuid.uuid4().hex}"), Bucket()
-
-    for place, act in enumerate(IN_A_BUCKET):
-        assert answer(act, bucket) == answer(act, store), place
-        assert bucket.contents.objects == {name: store.read(name) for name in store.files("")}, place
+def requests_in_memory() -> Requests:
+    return cast("Requests", Bucket(Contents())._bucket)
 
 
-@pytest.mark.parametrize("kind", [Disk, Bucket])
-def test_a_recorded_journal_leads_to_what_is_there(kind: type[Disk] | type[Bucket]) -> None:
-    store = kind()
-    for act in ON_A_DISK if kind is Disk else IN_A_BUCKET:
-        answer(act, store)
+def test_requests_in_memory_do_what_a_store_s_do() -> None:
+    store, memory = FsspecBucket(f"memory://{uuid.uuid4().hex}"), requests_in_memory()
 
-    again = kind()
-    for effect in store.journal:
-        if isinstance(again, Disk) and not effect.kind.startswith("sync"):
-            again.tree.apply(effect)
-        elif isinstance(again, Bucket):
-            again.contents.apply(effect)
+    for place, act in enumerate(REQUESTS):
+        assert answer(act, memory) == answer(act, store), place
+        assert memory.contents.objects == {name: store.get(name) for name in store.below("")}, place
 
-    assert {name: again.read(name) for name in again.files("")} == {name: store.read(name) for name in store.files("")}
+
+def test_a_recorded_journal_leads_to_what_is_there() -> None:
+    disk, memory = Disk(), requests_in_memory()
+    for act in ON_A_DISK[:-1]:
+        answer(act, disk)
+    for act in REQUESTS:
+        answer(act, memory)
+    memory.put("last", b"1")
+
+    replayed_disk, contents = Disk(), Contents()
+    for effect in disk.journal:
+        if not effect.kind.startswith("sync"):
+            replayed_disk.tree.apply(effect)
+    for effect in memory.recording.journal:
+        contents.apply(effect)
+
+    assert replayed_disk.tree.files() == disk.tree.files() != {}
+    assert contents.objects == memory.contents.objects != {}

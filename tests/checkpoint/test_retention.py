@@ -232,7 +232,7 @@ def test_what_a_killed_save_of_somebody_s_own_loop_left_is_cleared_when_asked_fo
     pools(1).run(save_after, str(tmp_path / "step-00000001"), 1)
     (ended,) = run_doomed(save_and_die, 1, str(tmp_path / "step-00000002"))
     left = list(tmp_path.glob(".staging-step-00000002-*"))
-    with Lease(tmp_path), pytest.raises(DirectoryTaken):
+    with Lease(LocalStorage(tmp_path)), pytest.raises(DirectoryTaken):
         checkpoint.clean(str(tmp_path))
     held = list(tmp_path.glob(".staging-*"))
 
@@ -242,7 +242,7 @@ def test_what_a_killed_save_of_somebody_s_own_loop_left_is_cleared_when_asked_fo
     assert ended.was_killed
     assert len(left) == 1
     assert held == left
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lease.json", "step-00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lease-00000002.json", "step-00000001"]
     assert checkpoint.verify(str(tmp_path / "step-00000001")).step == 1
 
 

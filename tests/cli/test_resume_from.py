@@ -68,7 +68,9 @@ def steps_in(place: Path, prefix: str, folder: str = CHECKPOINTS) -> list[int]:
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Return every file below a directory, but for leases."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".lease-"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_a_run_goes_back_once_and_makes_the_later_steps_again(warm: WarmPython, straight: Path, place: Path) -> None:

@@ -14,12 +14,9 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from holdfast.checkpoint.place.layout import FOLDER
-from holdfast.checkpoint.place.layout import LEASE as LEASE_NAME
 from holdfast.cli.commands.runs import listed, runs_table
 from holdfast.metrics.sink import BY_OBSERVER
 from holdfast.patience import Patience
-from holdfast.training import run_state as state
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import write_rows, write_run
 from tests.cli.in_process import cli_in_process
@@ -197,7 +194,7 @@ def test_a_run_is_running_until_all_of_it_is_killed_and_then_has_ended_without_a
 
 
 def test_a_lease_of_another_host_counts_while_it_is_young(ended: Path, tmp_path: Path, said: Said) -> None:
-    lease = ended / "checkpoints/.lease.json"
+    lease = ended / "checkpoints/.lease-00000001.json"
     lease.write_text(json.dumps({"host": "far", "pid": 12, "time": lease.stat().st_mtime + 60}))
 
     young = only(tmp_path)
@@ -251,7 +248,7 @@ def test_lines_fit_into_100_columns_and_the_last_active_run_comes_first(ended: P
     names = ["a" * 90, "語" * 40, "b"]
     for age, name in enumerate(names):
         place = Path(shutil.copytree(ended, ended.parent / name))
-        (place / "checkpoints/.lease.json").unlink()
+        (place / "checkpoints/.lease-00000001.json").unlink()
         (place / "events.jsonl").write_text(
             json.dumps({"event": "failed", "step": 2, "reason": "語\x1b[31m" * 50, "time": 9e9}) + "\n"
         )
@@ -289,10 +286,6 @@ def test_a_run_itself_can_be_named_and_a_missing_directory_is_one_paragraph(
     assert (empty.code, empty.out) == (0, "")
     said(missing.err.strip())
     said(empty.err.strip())
-
-
-def test_what_is_repeated_for_want_of_torch_is_the_same() -> None:
-    assert f"{FOLDER}/{LEASE_NAME}" == state._LEASE
 
 
 def test_checkpoints_in_another_place_are_found(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:

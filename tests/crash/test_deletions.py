@@ -32,4 +32,4 @@ def test_a_run_that_ends_leaves_no_half_deleted_checkpoint(warm: WarmPython, tmp
 
     assert code == 0, said
     assert saved_steps(tmp_path) == [6, 8]
-    assert sorted(path.name for path in (tmp_path / "r" / "checkpoints").glob(".*")) == [".lease.json"]
+    assert sorted(path.name for path in (tmp_path / "r" / "checkpoints").glob(".*")) == [".lease-00000001.json"]

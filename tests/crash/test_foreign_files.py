@@ -129,7 +129,7 @@ BESIDE: list[tuple[str, str]] = [
     ("run.json", "run.json"),
     ("metrics.jsonl", "metrics.jsonl"),
     ("events.jsonl", "events.jsonl"),
-    ("checkpoints/.lease.json", ".lease.json"),
+    ("checkpoints/.lease-00000001.json", ".lease-00000001.json"),
 ]
 
 

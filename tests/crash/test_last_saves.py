@@ -228,7 +228,7 @@ def run_refused(world: World, values: dict[str, Any]) -> tuple[str, list[str]]:
 
     def remove(place: Path) -> None:
         try:
-            with Lease(place / directory.CHECKPOINTS):
+            with Lease(LocalStorage(place / directory.CHECKPOINTS)):
                 seen.append("taken")
         except DirectoryTaken:
             seen.append("held")

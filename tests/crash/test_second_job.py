@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.place.layout import lease_name
 from tests.cli.warm import WarmPython
 from tests.crash.killed import command, start
 from tests.crash.runs import log_of, saved_steps, state_differences
@@ -18,6 +19,7 @@ PAUSE = """
 import time
 from pathlib import Path
 
+from holdfast.checkpoint.place.layout import lease_name
 def waits_at_three(event):
     if event.step == 3:
         Path("at three").touch()
@@ -96,7 +98,7 @@ def test_the_directory_of_a_job_that_was_killed_is_taken_at_once(
     first = begin(warm, tmp_path)
     while not (tmp_path / "at three").exists():
         assert first.poll() is None, first.communicate()[0]
-    holder = re.search(r'"pid": (\d+)', (tmp_path / "r/checkpoints/.lease.json").read_text())
+    holder = re.search(r'"pid": (\d+)', (tmp_path / "r/checkpoints" / lease_name(1)).read_text())
     assert holder is not None
     os.kill(int(holder[1]), signal.SIGKILL)
     said, _ = first.communicate(timeout=120)

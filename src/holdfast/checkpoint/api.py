@@ -37,7 +37,7 @@ from holdfast.checkpoint.loading import reader
 from holdfast.checkpoint.loading.matching import Declared
 from holdfast.checkpoint.loading.reader import LoadedState
 from holdfast.checkpoint.place.layout import step_of
-from holdfast.checkpoint.place.object_lease import ObjectLease, lease_of
+from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.checkpoint.saving import rehearsal
 from holdfast.checkpoint.saving.agreement import together_in_phase
@@ -88,7 +88,7 @@ def save(  # noqa: PLR0913 - what is saved, and what is said of it
 
     Raises:
         SaveFailed: On all ranks, with the first cause or the rank that did not arrive; nothing was left behind.
-        DirectoryTaken: On all ranks; another job is writing this name to an object store.
+        DirectoryTaken: On all ranks; another job is writing this name.
         UnsavableExtra, UnsavableOptimizer: `extra` or the optimizer holds a value of a type that cannot be written; on
             all ranks.
     """
@@ -274,8 +274,7 @@ def rehearse(  # noqa: PLR0913 - a public verb; its options are keywords
 def clean(path: str) -> None:
     """Remove the unfinished files of killed saves from a directory of checkpoints; a single process may call this.
 
-    A save that is still running cannot be told from a killed one. Call this where none is running, such as before the
-    first save of a loop.
+    A save that is still running, of this or another process, is left alone.
 
     Args:
         path: The directory or URL that contains the checkpoints.
@@ -285,7 +284,7 @@ def clean(path: str) -> None:
     """
     storage = open_storage(path)
     if storage.exists(""):
-        with lease_of(storage):
+        with Lease(storage):
             retention.remove_leftovers(storage, wait=True)
 
 
@@ -332,11 +331,18 @@ class PreparedSave:
 
     def committed(self, snapshot: Snapshot, ranks: RankGroup, reached: Callable[[str], None]) -> Manifest:
         """Write `self.snapshot` or a copy of it as a checkpoint; all ranks call this together."""
+        lease = Lease(self.storage, self.name, notify=lambda message: print(message, file=sys.stderr, flush=True))
+
+        def entered(phase: str) -> None:
+            reached(phase)
+            if phase == "publish":  # which rank 0 alone enters; the others wait for its outcome
+                lease.check()
+
         with ExitStack() as stack:
             with together_in_phase(ranks, "begin"):
-                if ranks.rank == 0 and not self.storage.renames:
-                    stack.enter_context(ObjectLease(self.storage, self.name))
-            return commit(snapshot, self.storage, self.about, ranks, name=self.name, reached=reached)
+                if ranks.rank == 0:
+                    stack.enter_context(lease)
+            return commit(snapshot, self.storage, self.about, ranks, name=self.name, reached=entered)
 
 
 def _prepared(  # noqa: PLR0913 - the arguments of `save`

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast import patience
 from holdfast.checkpoint.background import BackgroundSaver, Status
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveFailed
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, NoCheckpoint, SaveFailed
 from holdfast.checkpoint.format.manifest import About, Manifest
 from holdfast.checkpoint.format.snapshot import Snapshot
 from holdfast.checkpoint.format.verification import verified_manifest
@@ -162,8 +162,8 @@ class Session:
         name = step_name(manifest.step)
         try:
             verified_manifest(self.storage, name, ranks, from_disk=True)
-        except CheckpointError as error:
-            damaged = isinstance(error, CheckpointCorrupt)  # one that cannot be read may be whole
+        except (CheckpointError, NoCheckpoint) as error:
+            damaged = isinstance(error, CheckpointCorrupt | NoCheckpoint)  # one that cannot be read may be whole
             with together_in_phase(ranks, "read back"):
                 if damaged and ranks.rank == 0:
                     put_aside(self.storage, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holdfast import patience
-from holdfast.files import RegularFile, died_here, is_of_here, parse_json, read_bytes, read_json
+from holdfast.checkpoint.place.layout import FOLDER, lease_name, lease_turns
+from holdfast.files import died_here, is_of_here, parse_json, raise_unless_absent, read_bytes, read_json
 from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER, METRICS
-
-_LEASE = "checkpoints/.lease.json"
-"""As `checkpoint.place` has it; repeated here because that imports torch."""
 
 _ENDINGS = ("done", "stop", "failed")
 _SILENT = "nothing says how it ended"
@@ -39,10 +37,10 @@ def state_of(run_directory: Path, events: Sequence[Mapping[str, Any]], step: int
     Raises:
         OSError: Its lease cannot be read, or is not a file.
     """
-    lease = run_directory / _LEASE
-    holder = _holder(lease)
+    lease = newest_lease(run_directory)
+    holder = {} if lease is None else _holder(lease)
     who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
-    if holder and _is_alive(lease, holder):
+    if lease is not None and holder and _is_alive(lease, holder):
         return RunState("running", who)
     report = _failure_report(run_directory)
     if report is not None:
@@ -54,6 +52,17 @@ def state_of(run_directory: Path, events: Sequence[Mapping[str, Any]], step: int
     if ending:
         return _as_state(ending)
     return RunState("failed", _SILENT)
+
+
+def newest_lease(run_directory: Path) -> Path | None:
+    """Return the lease of a run's own place of checkpoints; None if it was never taken."""
+    folder = run_directory / FOLDER
+    try:
+        turns = lease_turns(os.listdir(folder)).get("", [])  # noqa: PTH208 - pathlib's would make a path of each
+    except OSError as error:
+        raise_unless_absent(error)
+        return None
+    return folder / lease_name(max(turns)) if turns else None
 
 
 def _number(value: Any) -> float:
@@ -91,23 +100,10 @@ def _holder(lease: Path) -> dict[str, Any]:
 
 
 def _is_alive(lease: Path, holder: Mapping[str, Any]) -> bool:
-    """Return whether a holder lives, by the rules of the lease: its lock within this machine, its age beyond."""
-    young = time.time() - lease.stat().st_mtime < patience.current.lease_stale_seconds
-    if not is_of_here(holder):
-        return young
-    # A lock that is tried refuses a run that takes it at that moment; without its process nobody needs to try.
-    if died_here(holder):
-        return False
-    with RegularFile(lease) as file:
-        try:
-            # A shared lock conflicts with the holder's exclusive lock, and two readers that try at once do not refuse
-            # each other.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # a file system without locks
-            return young
-    return False
+    """Return whether a holder lives: by its process within this machine, by the age of its lease beyond."""
+    if is_of_here(holder):
+        return not died_here(holder)
+    return time.time() - lease.stat().st_mtime < patience.current.lease_stale_seconds
 
 
 def _failure_report(run_directory: Path) -> str | None:

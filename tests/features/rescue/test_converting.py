@@ -42,7 +42,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in all_files(folder)}
+    """Return every file below a directory, but for leases."""
+    files = (file for file in all_files(folder) if not file.name.startswith(".lease-"))
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 def flip(file: Path, at: int) -> None:
@@ -73,7 +75,7 @@ def test_a_converted_checkpoint_says_what_it_said_and_has_no_pickle(run: Path) -
         "manifest.json",
         *(f"tensors/shard-{number:05d}-model-00001-of-00001.safetensors" for number in (1, 2)),
     ]
-    assert {path.name for path in step.parent.iterdir()} == {STEP_2, ".lease.json"}
+    assert {path.name for path in step.parent.iterdir()} == {STEP_2, ".lease-00000001.json"}
 
 
 def test_a_second_conversion_says_so_and_changes_nothing(run: Path) -> None:
@@ -143,7 +145,7 @@ def test_a_flipped_bit_in_any_file_is_refused_and_stays(run: Path, file: str) ->
     assert (done.code, done.out) == (1, "")
     assert f"{STEP_2}/{file} is damaged" in done.err
     assert bytes_of(step) == before
-    assert {path.name for path in step.parent.iterdir()} == {STEP_2, ".lease.json"}
+    assert {path.name for path in step.parent.iterdir()} == {STEP_2, ".lease-00000001.json"}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -300,7 +302,7 @@ def test_the_earlier_checkpoint_that_a_crash_left_after_the_exchange_is_removed(
 def test_a_job_in_the_directory_is_not_disturbed(run: Path) -> None:
     before = bytes_of(run / "checkpoints" / STEP_2)
 
-    with Lease(run / "checkpoints"), pytest.raises(DirectoryTaken):
+    with Lease(LocalStorage(run / "checkpoints")), pytest.raises(DirectoryTaken):
         list(convert(str(run)))
 
     assert bytes_of(run / "checkpoints" / STEP_2) == before

@@ -43,7 +43,7 @@ def _first(systems: Sequence[System], names: set[str], inner: set[str]) -> str |
 
 
 def _without_names(storage: Storage, name: str) -> str:
-    if not storage.exists(name) and (name or storage.renames):
+    if not storage.exists(name):
         return "there is nothing at this path."
     sentences = (sentence for ending, sentence in _FILES.items() if (name or storage.root).endswith(ending))
     return next(sentences, "it is a file, or a directory that holds nothing.")

@@ -20,11 +20,13 @@ from holdfast.checkpoint.place.layout import (
     STAGING,
     TRASH,
     fresh,
+    lease_turns,
     renamed,
+    staged_name,
     step_name,
     step_of,
 )
-from holdfast.checkpoint.place.object_lease import ObjectLease
+from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.errors import ConfigError
 from holdfast.files import NotRegular, parse_json
@@ -96,13 +98,9 @@ def kept_steps(
 def steps(storage: Storage) -> dict[int, str]:
     """Return what is named like a checkpoint, by step, oldest first.
 
-    On an object store, a name without a manifest is what a killed save left. In a directory it is somebody else's, or
-    a checkpoint that lost its manifest, and is returned so that it can be named.
+    A name without a manifest was not saved by Holdfast, or lost it; it is returned so that it can be named.
     """
-    names_by_step = {step: name for name in all_steps(storage) if (step := step_of(name)) is not None}
-    if not storage.renames:
-        names_by_step = {step: name for step, name in names_by_step.items() if storage.exists(f"{name}/{NAME}")}
-    return dict(sorted(names_by_step.items()))
+    return dict(sorted((step, name) for name in all_steps(storage) if (step := step_of(name)) is not None))
 
 
 def has_any(storage: Storage) -> bool:
@@ -230,9 +228,6 @@ def apply_retention(
 
 def _thrown_away(storage: Storage, name: str) -> str:
     """End a checkpoint, and return the name that its files have now."""
-    if not storage.renames:
-        storage.remove(f"{name}/{NAME}")  # without its manifest it is not a checkpoint any more
-        return name
     gone = fresh(TRASH, name)
     storage.rename(name, gone)
     return gone
@@ -265,19 +260,18 @@ def changing(storage: Storage) -> Iterator[None]:
 
 
 def remove_leftovers(storage: Storage, *, wait: bool = False) -> None:
-    """Remove what earlier runs left half written or half deleted; the caller holds the directory's lease."""
-    leftovers = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]
-    _delete(storage, leftovers, wait=wait)
-    if storage.renames:
-        return
-    # A save that was killed left objects under the name that the next save of this step will use. A save under way, one
-    # of `checkpoint.save` in another process, looks the same and holds a lease of its name.
-    for name in all_steps(storage):
-        if not storage.exists(f"{name}/{NAME}"):
-            with suppress(DirectoryTaken), ObjectLease(storage, name):
-                leftovers = [f"{name}/{file}" for file in storage.files(name)]
-                if not storage.exists(f"{name}/{NAME}"):  # else committed in the meantime
-                    _delete(storage, leftovers, wait=True)
+    """Remove what was left half written or half deleted; the caller holds the lease of the place.
+
+    A save of own code that is under way, or a rehearsal, holds a lease of its name and is left alone.
+    """
+    leftovers = {name: staged_name(name) or name for name in storage.names() if name.startswith((STAGING, REHEARSAL))}
+    names = storage.names()  # later: a save takes its lease before it makes its staging directory
+    held = set(lease_turns(names)) - {""}
+    for saved in sorted(held):
+        with suppress(DirectoryTaken), Lease(storage, saved):
+            held.discard(saved)  # its save was killed
+    removed = [name for name in names if name.startswith(TRASH)]
+    _delete(storage, removed + [name for name, saved in leftovers.items() if saved not in held], wait=wait)
 
 
 def _delete(storage: Storage, names: Sequence[str], *, wait: bool) -> None:

@@ -93,4 +93,4 @@ def better(record: RecordedRetention | None, metric: str, mode: str | None) -> L
 def resume_source(storage: Storage) -> int | None:
     """Return the step that a run last went on from; None if it never did, or lies where no log of it is."""
     log = Path(storage.root).parent / METRICS
-    return last_rewind(log) if storage.renames and log.is_file() else None
+    return last_rewind(log) if log.is_file() else None

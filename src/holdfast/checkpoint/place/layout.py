@@ -4,22 +4,26 @@ checkpoints/step-00000040/   manifest.json tensors/ rank/ trainer.json assets/
 checkpoints/.staging-...     being written; .quarantine-... damaged; .trash-... being deleted; .later-... left behind
                              by a run that went back to an earlier step
 checkpoints/pins.json        steps the user keeps
+checkpoints/.lease-00000001.json               the job that holds the place
+checkpoints/.lease-step-00000040.00000001.json a save of own code that is under way
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _AXIS = re.compile(r"^\w+$", flags=re.ASCII)
 STEP = re.compile(r"^step-(\d{8,})$")
 FOLDER = "checkpoints"
 TENSORS, RANK, ASSETS = "tensors", "rank", "assets"
-TRAINER, PINS, LEASE = "trainer.json", "pins.json", ".lease.json"
+TRAINER, PINS = "trainer.json", "pins.json"
 STAGING, QUARANTINE, TRASH, REHEARSAL = ".staging-", ".quarantine-", ".trash-", ".rehearsal-"
 LATER = ".later-"
 """Prefix of checkpoints of later steps after a run went back to an earlier one; renamed back, they count again."""
+_LEASE = re.compile(r"^\.lease-(?:(.+)\.)?(\d{8})\.json$", flags=re.ASCII)
+_STAGED = re.compile(rf"^{re.escape(STAGING)}(.+)-[0-9a-f]{{8}}$", flags=re.ASCII)
 NOT_FINITE = f"{QUARANTINE}not-finite-"
 
 
@@ -43,6 +47,26 @@ def renamed(name: str) -> bool:
 def fresh(prefix: str, name: str) -> str:
     """Return a new unique name."""
     return f"{prefix}{name}-{uuid.uuid4().hex[:8]}"
+
+
+def lease_name(turn: int, of: str = "") -> str:
+    """Return the file name of the lease of a turn, of the place or of one checkpoint in it."""
+    return f".lease-{of}.{turn:08d}.json" if of else f".lease-{turn:08d}.json"
+
+
+def lease_turns(names: Iterable[str]) -> dict[str, list[int]]:
+    """Return the turns of the leases among the names in a place, by what they hold; "" is the place."""
+    turns: dict[str, list[int]] = {}
+    for name in names:
+        if match := _LEASE.match(name):
+            turns.setdefault(match[1] or "", []).append(int(match[2]))
+    return turns
+
+
+def staged_name(name: str) -> str | None:
+    """Return the name of the checkpoint that a staging directory becomes; None for another name."""
+    match = _STAGED.match(name)
+    return match[1] if match else None
 
 
 def rank_file(rank: int) -> str:

@@ -1,7 +1,7 @@
 """Storage of checkpoints: a directory, or a prefix of an object store. All paths are relative to its root.
 
-In a directory, a checkpoint is committed by renaming a staging directory whose files are on disk. An object store
-cannot rename; there the commit is the upload of the manifest, which comes last and fails if one exists.
+A checkpoint is committed by renaming a staging directory whose files are durable. `features/object_store` renames by
+putting a reference.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from holdfast.checkpoint.place.hashing import HashingWriter, hash_file
+import xxhash
+
+from holdfast import registry
+from holdfast.checkpoint.place.hashing import HASH_BLOCK, HashingWriter, hash_file
 from holdfast.files import (
     REGULAR,
     RegularFile,
@@ -38,111 +42,137 @@ _BEGIN_BYTES = 2**23
 """Write-back to the disk is started each time so many bytes of a file have been written."""
 
 
-class Storage(Protocol):
-    """The operations that checkpoints need of a tree of files."""
+class Storage(ABC):
+    """A tree of files; every effect of a checkpoint on a disk or a bucket is one of its abstract operations.
 
-    @property
-    def root(self) -> str:
-        """Path or URL, as a user would write it."""
+    Args:
+        root: Path or URL, as a user would write it.
+    """
 
-    @property
-    def renames(self) -> bool:
-        """Whether a directory can be renamed in one step."""
-
-    @property
-    def moved_bytes(self) -> int:
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.moved_bytes = 0
         """Bytes written and hashed so far, a sign of progress of a running save."""
 
+    @abstractmethod
     def create(self, path: str) -> contextlib.AbstractContextManager[HashingWriter]:
         """Open a new file for writing; it is durable when the block ends."""
 
+    @abstractmethod
     def open(self, path: str) -> IO[bytes]:
         """Open a file for reading, seekable."""
 
-    def read(self, path: str) -> bytes:
-        """Return a file's bytes."""
-
-    def hash(self, path: str, *, from_disk: bool = False) -> str:
-        """Return the xxh3_128 of a file."""
-
-    def size(self, path: str) -> int:
-        """Return a file's size."""
-
-    def exists(self, path: str) -> bool:
-        """Return whether there is a file or directory."""
-
-    def is_file(self, path: str) -> bool:
-        """Return whether the path is a regular file, and no directory, pipe, device or link out of its tree."""
-
+    @abstractmethod
     def kind(self, path: str) -> str:
-        """Describe what exists at a path, such as "a directory"."""
+        """Describe what exists at a path: `REGULAR`, "nothing", or words such as "a directory"."""
 
+    @abstractmethod
     def names(self, path: str = "") -> list[str]:
-        """Return the names directly below a directory, none if it does not exist."""
+        """Return the sorted names directly below a directory, none if it does not exist."""
 
+    @abstractmethod
     def files(self, path: str) -> list[str]:
-        """Return all files below a directory, relative to it."""
+        """Return all files below a directory, sorted and relative to it."""
 
+    @abstractmethod
     def make(self, path: str) -> None:
         """Create a directory that must not exist."""
 
+    @abstractmethod
     def sync(self, path: str) -> None:
         """Make a directory's entries durable."""
 
-    def publish(self, staging: str, final: str) -> None:
-        """Give a finished directory its name; raises FileExistsError rather than replace anything."""
-
+    @abstractmethod
     def put_new(self, path: str, data: bytes) -> None:
-        """Write a file in one step; raises FileExistsError if it is there."""
+        """Write a small file; raises FileExistsError if it is there."""
 
+    @abstractmethod
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file in one step, whatever was there."""
 
-    def rename(self, old: str, new: str) -> None:
-        """Rename a directory."""
+    @abstractmethod
+    def overwrite(self, path: str, data: bytes) -> None:
+        """Write other bytes of the same number into a small file; needs no space on a full disk, and may tear."""
 
+    @abstractmethod
+    def rename(self, old: str, new: str) -> None:
+        """Rename a directory in one step; raises FileExistsError rather than replace anything."""
+
+    @abstractmethod
     def remove(self, path: str) -> None:
         """Remove a file or a tree; what is gone already is not an error."""
 
-    def undo(self, path: str, keep: Collection[str] = ()) -> None:
-        """Remove the files that this process created below a path, and no others; none of `keep`, relative to it."""
-
-    def kept(self, path: str) -> None:
-        """Make the files that this process created below a path permanent: `undo` no longer removes them."""
-
+    @abstractmethod
     def age(self, path: str) -> float:
         """Return the seconds since a file was written, by the storage's clock, from which a machine's may differ."""
 
+    @abstractmethod
     def free_bytes(self) -> int | None:
         """Return the bytes that this user may still write; None if unknown."""
 
+    @abstractmethod
     def lacks(self, path: str, size: int) -> str | None:
         """Return why `size` bytes cannot be written, or None; `path` is a new file that may be created to find out."""
+
+    def read(self, path: str) -> bytes:
+        """Return a file's bytes."""
+        with self.open(path) as file:
+            return file.read()
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:  # noqa: ARG002 - where there is a cache of pages
+        """Return the xxh3_128 of a file."""
+        digest = xxhash.xxh3_128()
+        with self.open(path) as file:
+            while block := file.read(HASH_BLOCK):
+                digest.update(block)
+                self._note_moved(len(block))
+        return digest.hexdigest()
+
+    def size(self, path: str) -> int:
+        """Return a file's size."""
+        with self.open(path) as file:
+            return file.seek(0, io.SEEK_END)
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is a file or directory."""
+        return self.kind(path) != NOTHING
+
+    def is_file(self, path: str) -> bool:
+        """Return whether the path is a regular file, and no directory, pipe, device or link out of its tree."""
+        return self.kind(path) == REGULAR
+
+    def publish(self, staging: str, final: str) -> None:
+        """Give a finished directory its name, durably; raises FileExistsError rather than replace anything."""
+        self.rename(staging, final)
+        self.sync("")
+
+    def identity(self) -> object:
+        """Return a value that differs once the root was moved, deleted or replaced; None where that cannot be."""
+        return None
+
+    def _note_moved(self, count: int) -> None:
+        self.moved_bytes += count
+
+
+NOTHING = "nothing"
+"""Kind of a path at which there is none."""
 
 
 def open_storage(path_or_url: str | Path) -> Storage:
     """Return the storage of a directory or of a URL such as s3://bucket/prefix."""
     text = str(path_or_url)
     if "://" in text and not text.startswith("file://"):
-        from holdfast.checkpoint.place.object_storage import ObjectStorage
-
-        return ObjectStorage(text)
+        storage: Storage = registry.load(registry.OBJECT_STORE)(text)
+        return storage
     return LocalStorage(Path(text.removeprefix("file://")))
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """A directory on a file system."""
 
-    renames = True
-
     def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
         self._root = root
-        self.moved_bytes = 0
-
-    @property
-    def root(self) -> str:
-        """The directory."""
-        return str(self._root)
 
     def path(self, path: str) -> Path:
         """Return the path on this machine."""
@@ -183,9 +213,6 @@ class LocalStorage:
         """Return the hash."""
         return hash_file(self.path(path), from_disk=from_disk, moved=self._note_moved)
 
-    def _note_moved(self, count: int) -> None:
-        self.moved_bytes += count
-
     def size(self, path: str) -> int:
         """Return the size."""
         return self.path(path).stat().st_size
@@ -194,17 +221,13 @@ class LocalStorage:
         """Return whether the path exists."""
         return is_there(self.path(path))
 
-    def is_file(self, path: str) -> bool:
-        """Return whether it is a regular file, or a link to one below the same first directory."""
-        return self.kind(path) == REGULAR
-
     def kind(self, path: str) -> str:
-        """Describe what exists at a path."""
+        """Describe what exists at a path; a link counts as a regular file if it stays below its first directory."""
         try:
             return file_kind(self.path(path), self.path(PurePath(path).parts[0]))
         except OSError as error:
             raise_unless_absent(error)
-            return "nothing"
+            return NOTHING
 
     def names(self, path: str = "") -> list[str]:
         """Return sorted names."""
@@ -239,15 +262,17 @@ class LocalStorage:
         finally:
             os.close(descriptor)
 
-    def publish(self, staging: str, final: str) -> None:
-        """Rename, and make the new name durable."""
-        rename_new(self.path(staging), self.path(final))
-        self.sync("")
-
     def put_new(self, path: str, data: bytes) -> None:
-        """Write a file that must not exist."""
-        with self.create(path) as file:
-            file.write(data)
+        """Write a file that must not exist, and the root if need be."""
+        make_durably(self._root)
+        try:
+            with self.create(path) as file:
+                file.write(data)
+        except FileExistsError:
+            raise
+        except OSError:  # a disk without room holds the name of an empty file
+            self.remove(path)
+            raise
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a temporary file, fsync it, rename it over the old one, and fsync the directory."""
@@ -257,6 +282,19 @@ class LocalStorage:
         # Without the fsync before it, a power cut after the rename can leave the new name with an empty file.
         self.path(staging).replace(self.path(path))
         self.sync(str(PurePath(path).parent))
+
+    def overwrite(self, path: str, data: bytes) -> None:
+        """Write in place."""
+        with RegularFile(self.path(path), "rb+") as file:
+            file.write(data)
+
+    def identity(self) -> object:
+        """Return the device and the inode of the root; an empty tuple if it is gone."""
+        try:
+            facts = self._root.stat()
+        except FileNotFoundError:
+            return ()
+        return facts.st_dev, facts.st_ino
 
     def rename(self, old: str, new: str) -> None:
         """Rename."""
@@ -270,13 +308,6 @@ class LocalStorage:
         elif target.is_symlink() or is_there(target):  # a read-only disk refuses even to unlink nothing
             with contextlib.suppress(FileNotFoundError):
                 target.unlink()
-
-    def undo(self, path: str, keep: Collection[str] = ()) -> None:  # noqa: ARG002 - nobody else knows the tree
-        """Remove the whole tree: a staging directory has a unique name, so all of it is this process's."""
-        self.remove(path)
-
-    def kept(self, path: str) -> None:
-        """Do nothing: `undo` needs no record of what was created."""
 
     def age(self, path: str) -> float:
         """Return the age of a file in seconds, compared with a temporary file that is created now."""

@@ -11,8 +11,8 @@ import math
 import socket
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from holdfast.checkpoint.format.snapshot import (
 from holdfast.checkpoint.format.verification import named_manifest
 from holdfast.checkpoint.loading.chunk_reader import check_read_back
 from holdfast.checkpoint.place.layout import REHEARSAL, TENSORS, fresh
+from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.checkpoint.saving.writer import commit
 from holdfast.errors import UserError
@@ -156,14 +157,17 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
             live, _state(live, optimizer), shared=state.shared, rank_state=state.rank_state, assets=state.assets
         )
         snapshot = with_companions(snapshot, companion_snapshots)
+    held = ExitStack()  # a start beside this rehearsal leaves it alone
     try:
-        if storage.renames:
-            check_shared(storage, ranks)
+        with ranks.together():
+            if ranks.rank == 0:
+                with _writing_to(storage):
+                    held.enter_context(Lease(storage, name))
+        check_shared(storage, name, ranks)
         report = _round_trip(storage, name, snapshot, ranks, copy_and_pinning_seconds(snapshot))
         with ranks.together():
             if ranks.rank == 0:
-                if storage.renames:
-                    _remove(storage, f"{name}/{TENSORS}")  # its room is that of a checkpoint to come
+                _remove(storage, f"{name}/{TENSORS}")  # its room is that of a checkpoint to come
                 _check_space(storage, name, report.bytes_, counts)
                 _remove(storage, name)
     except CheckpointError as error:
@@ -178,6 +182,7 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
         if ranks.rank == 0:
             with suppress(OSError):  # after an error, which counts
                 storage.remove(name)
+        held.close()
     return report
 
 
@@ -234,19 +239,14 @@ def _round_trip(
     return RehearsalReport(manifest.bytes_, copying[0], times[0], times[1], outline(snapshot), copying[1])
 
 
-def check_shared(storage: Storage, ranks: RankGroup) -> None:
-    """Prove that all ranks see one directory: rank 0 writes a random nonce, and every rank reads it."""
-    folder, nonce = ranks.agree((fresh(REHEARSAL, NONCE), uuid.uuid4().hex))
+def check_shared(storage: Storage, folder: str, ranks: RankGroup) -> None:
+    """Prove that all ranks see one place: rank 0 writes a random nonce to a new folder, and every rank reads it."""
+    nonce = ranks.agree(uuid.uuid4().hex)
     with ranks.together():
         if ranks.rank == 0:
-            try:
+            with _writing_to(storage):
                 storage.make(folder)
                 storage.put_new(f"{folder}/{NONCE}", nonce.encode())
-            except OSError as error:
-                raise RehearsalFailed(
-                    f"{storage.root} cannot be written: {error.strerror or error}. Choose another run.dir, or mend its "
-                    "permissions."
-                ) from error
     try:
         is_seen = storage.read(f"{folder}/{NONCE}").decode() == nonce
     except OSError:
@@ -259,6 +259,17 @@ def check_shared(storage: Storage, ranks: RankGroup) -> None:
             f"{storage.root} is not one directory for all ranks: what rank 0 on {answers[0][0]} wrote is not there for "
             f"{', '.join(blind[:4])}. Set run.dir to a shared file system, or checkpoint.storage to an object store."
         )
+
+
+@contextmanager
+def _writing_to(storage: Storage) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RehearsalFailed(
+            f"{storage.root} cannot be written: {error.strerror or error}. Choose another run.dir, or mend its "
+            "permissions."
+        ) from error
 
 
 def _check_space(storage: Storage, name: str, size: int, counts: CheckpointCounts) -> None:

@@ -24,24 +24,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from holdfast import patience
-from holdfast.checkpoint.errors import CheckpointCorrupt, PlaceLost, SaveFailed
-from holdfast.checkpoint.format.manifest import (
-    NAME,
-    About,
-    Chunk,
-    FileEntry,
-    Manifest,
-    OtherFormat,
-    TensorEntry,
-    parse,
-)
+from holdfast.checkpoint.errors import SaveFailed
+from holdfast.checkpoint.format.manifest import NAME, About, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.format.shards import check_layout, gap
 from holdfast.checkpoint.format.snapshot import Snapshot
 from holdfast.checkpoint.place.layout import ASSETS, RANK, STAGING, TENSORS, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.checkpoint.saving.agreement import agree_on_save, described_optimizers, together_in_phase
 from holdfast.checkpoint.saving.shard_writer import WrittenShard, write_shards
-from holdfast.errors import HoldfastError
 from holdfast.files import size_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part
@@ -191,7 +181,7 @@ def commit(  # noqa: PLR0913 - what is committed, where, and who takes part
     final = name or step_name(about.step)
     reached("begin")
     own_file = agree_on_save(snapshot, about, ranks)
-    staging = ranks.agree(fresh(STAGING, final) if storage.renames else final)
+    staging = ranks.agree(fresh(STAGING, final))
     try:
         with together_in_phase(ranks, "begin"):
             if ranks.rank == 0:
@@ -213,40 +203,20 @@ def commit(  # noqa: PLR0913 - what is committed, where, and who takes part
                 manifest = assembled(snapshot, about, storage, staging, everything, time.monotonic() - started)
                 _publish(storage, staging, final, manifest, reached)
     # BaseException: Ctrl-C must not leave a staging directory behind.
-    except BaseException as error:
-        _take_back(storage, staging, error, first=ranks.rank == 0)
+    except BaseException:
+        if ranks.rank == 0:
+            with suppress(OSError):  # a silent store must not hide what all ranks agreed on
+                storage.remove(staging)
         raise
     reached("published")
     agreed = ranks.agree(manifest)
     assert agreed is not None
-    storage.kept(final)
     return agreed
 
 
-def _take_back(storage: Storage, staging: str, error: BaseException, *, first: bool) -> None:
-    """Remove the files of a failed save, and only those."""
-    if storage.renames:
-        if first:
-            storage.undo(staging)
-        return
-    # In an object store staging is the final name. What has a manifest there is committed, by whatever job, and only
-    # what it does not list is removed. Otherwise the first rank may be about to put one while others lose touch; and
-    # where another job has taken over, the names are its own.
-    agreed = first or isinstance(error, HoldfastError)
-    with suppress(OSError, CheckpointCorrupt, OtherFormat):  # a silent store must not hide what all ranks agreed on
-        if agreed and storage.exists(f"{staging}/{NAME}"):
-            storage.undo(staging, keep={NAME, *parse(storage.read(f"{staging}/{NAME}"), staging).files})
-        elif agreed and not isinstance(error, PlaceLost):
-            storage.undo(staging)
-
-
 def _prepare(storage: Storage, staging: str, final: str) -> None:
-    # Listed before the manifest is looked for: this job may be suspended after that, and another one commit meanwhile.
-    leftovers = [] if storage.renames else storage.files(final)
-    if storage.exists(f"{final}/{NAME}") or (storage.renames and storage.exists(final)):
+    if storage.exists(final):
         raise FileExistsError(17, "a checkpoint is never overwritten", final)
-    for file in leftovers:
-        storage.remove(f"{final}/{file}")  # what a save that was killed left under this name, ours alone by a lease
     for folder in ("", f"/{TENSORS}", f"/{RANK}", f"/{ASSETS}"):
         storage.make(f"{staging}{folder}")
 
@@ -292,17 +262,11 @@ def _json(value: Any) -> bytes:
 
 def _publish(storage: Storage, staging: str, final: str, manifest: Manifest, reached: Reached) -> None:
     reached("manifest")
-    data = manifest.to_json()
-    if storage.renames:
-        with storage.create(f"{staging}/{NAME}") as file:
-            file.write(data)
-        reached("sync")
-        # An fsync of a file makes its bytes durable, not its name: the entry is in the directory, which needs an fsync
-        # too.
-        for folder in (TENSORS, RANK, ASSETS, ""):
-            storage.sync(os.path.join(staging, folder) if folder else staging)  # noqa: PTH118 - storage paths are text
-        reached("publish")
-        storage.publish(staging, final)
-    else:
-        reached("publish")
-        storage.put_new(f"{final}/{NAME}", data)
+    with storage.create(f"{staging}/{NAME}") as file:
+        file.write(manifest.to_json())
+    reached("sync")
+    # An fsync of a file makes its bytes durable, not its name: the entry is in the directory, which needs an fsync too.
+    for folder in (TENSORS, RANK, ASSETS, ""):
+        storage.sync(os.path.join(staging, folder) if folder else staging)  # noqa: PTH118 - storage paths are text
+    reached("publish")
+    storage.publish(staging, final)

@@ -24,7 +24,7 @@ from holdfast.files import RegularFile, read_json, read_text
 from holdfast.metrics.sink import METRICS
 from holdfast.text.escaping import escaped
 from holdfast.training.directory import CHECKPOINTS, EVENTS, IDENTITY
-from holdfast.training.run_state import RunState, json_lines, state_of
+from holdfast.training.run_state import RunState, json_lines, newest_lease, state_of
 
 WIDTH = 100
 _WIDEST_NAME, _WIDEST_RATING = 28, 30
@@ -153,8 +153,8 @@ def _looked_at(directory: Path) -> tuple[float, RunLine]:
     verb, run_id = _identity(directory)
     step, events = last_step(directory / METRICS), read_events(directory / EVENTS)
     state: RunState = state_of(directory, events, step)
-    names = (IDENTITY, METRICS, EVENTS, f"{CHECKPOINTS}/.lease.json")
-    active = max((directory / name).stat().st_mtime for name in names if (directory / name).exists())
+    paths = [*(directory / name for name in (IDENTITY, METRICS, EVENTS)), newest_lease(directory)]
+    active = max(path.stat().st_mtime for path in paths if path is not None and path.exists())
     run = RunLine(
         name=directory.absolute().name,
         path=str(directory),

@@ -22,7 +22,7 @@ from holdfast.metrics.progress import End
 from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.text.escaping import escaped
 from holdfast.training.directory import EVENTS, IDENTITY
-from holdfast.training.run_state import RunState, json_lines, state_of
+from holdfast.training.run_state import RunState, json_lines, newest_lease, state_of
 
 FIRST_BYTES = 8 << 20
 """Of a log that are read at the first look: some thousand steps."""
@@ -100,8 +100,8 @@ class Follower:
 
     def has_changed(self) -> bool:
         """Return whether a file of the run grew since this was asked last; reads none."""
-        names = (METRICS, EVENTS, SAMPLES, IDENTITY, "checkpoints/.lease.json")
-        signatures = tuple(_signature(self._directory / name) for name in names)
+        paths = [self._directory / name for name in (METRICS, EVENTS, SAMPLES, IDENTITY)]
+        signatures = tuple(_signature(path) for path in (*paths, newest_lease(self._directory)) if path is not None)
         changed, self._signatures = signatures != self._signatures, signatures
         return changed
 

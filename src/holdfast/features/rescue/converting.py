@@ -66,7 +66,7 @@ def convert(path: str) -> Iterator[str]:
     if "://" in path:
         raise UserError(f"{path} is in an object store. Copy it to a disk, convert it there, and copy it back.")
     storage, single = _place(path)
-    with Lease(Path(storage.root)):
+    with Lease(storage):
         _put_back(storage)
         errors: list[CheckpointError] = []
         for name in [single] if single else list(steps(storage).values()):

@@ -115,12 +115,6 @@ def _go_to(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> tuple[C
     step = start if isinstance(start, int) else _step_in_storage(storage, start)
     if step is None:
         return _branch(run, str(start), storage, ranks), False
-    if not storage.renames:
-        raise ConfigError(
-            f"checkpoint.resume.from={start}: {storage.root} is an object store, where no checkpoint is renamed in one "
-            f"act. Make a branch instead: another run.name, and checkpoint.resume.from: {storage.root}/"
-            f"{step_name(step)}."
-        )
     restored = _restored(run, storage, _name_of(storage, step, ranks), ranks, run_id)
     later = run.setting.ranks.on_first_rank(lambda: _rename_later_steps(run, storage, step))
     say(run, f"going back to step {step}, which checkpoint.resume.from names, verified", *later, *restored.lines)

@@ -15,10 +15,8 @@ from holdfast.checkpoint.export.write import clean_exports
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.format.other_systems import foreign_checkpoints
 from holdfast.checkpoint.keep.retention import all_steps, changing, has_any, has_own, manifests, remove_leftovers
-from holdfast.checkpoint.place.layout import LEASE, step_of
-from holdfast.checkpoint.place.lease import Lease
-from holdfast.checkpoint.place.object_lease import ObjectLease
-from holdfast.checkpoint.place.renewal import Told
+from holdfast.checkpoint.place.layout import lease_turns, step_of
+from holdfast.checkpoint.place.lease import Lease, Told
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
@@ -41,7 +39,7 @@ class RunLeases:
         self._directory = run_directory
         self._storage = storage
         self._announce = announce
-        self._leases: list[Lease | ObjectLease] = []
+        self._leases: list[Lease] = []
         self._made: list[Path] = []
 
     def has_any(self) -> bool:
@@ -77,8 +75,6 @@ class RunLeases:
         Raises:
             ConfigError: A save would find its name taken.
         """
-        if not self._storage.renames:
-            return
         for name in all_steps(self._storage):
             step = step_of(name) or 0
             if done < step and (last is None or step <= last) and not self._storage.exists(f"{name}/{NAME}"):
@@ -120,7 +116,8 @@ class RunLeases:
         """
         is_new = not is_there(self._directory)
         with directory.refusing(self._directory):
-            self._leases = [stack.enter_context(Lease(self._directory / directory.CHECKPOINTS, self._announce))]
+            own = LocalStorage(self._directory / directory.CHECKPOINTS)
+            self._leases = [stack.enter_context(Lease(own, notify=self._announce))]
         try:
             self._take_storage(stack)
         except BaseException:
@@ -132,11 +129,11 @@ class RunLeases:
     def _take_storage(self, stack: ExitStack) -> None:
         root = Path(self._storage.root)
         try:
-            if not self._storage.renames:
-                self._leases.append(stack.enter_context(ObjectLease(self._storage, notify=self._announce)))
-            elif not (root.exists() and root.samefile(self._directory / directory.CHECKPOINTS)):
+            if root.exists() and root.samefile(self._directory / directory.CHECKPOINTS):
+                return
+            if isinstance(self._storage, LocalStorage):
                 self._made = [folder for folder in (root, *root.parents) if not folder.exists()]
-                self._leases.append(stack.enter_context(Lease(root, self._announce)))
+            self._leases.append(stack.enter_context(Lease(self._storage, notify=self._announce)))
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.storage={self._storage.root} cannot be written: {error.strerror or error}. Name a place "
@@ -182,8 +179,9 @@ class RunLeases:
     def _leave_storage(self) -> None:
         with suppress(OSError):  # something is in it, and then it stays
             for folder in self._made:
-                if folder == self._made[0] and {entry.name for entry in folder.iterdir()} == {LEASE}:
-                    (folder / LEASE).unlink()
+                names = [entry.name for entry in folder.iterdir()]
+                if folder == self._made[0] and len(names) == 1 and lease_turns(names):
+                    (folder / names[0]).unlink()
                 folder.rmdir()
 
 
@@ -209,7 +207,7 @@ def check_seen(run: Run, run_id: str, storage: Storage) -> None:
     if not blind:
         return
     names = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
-    if storage.renames and Path(storage.root).absolute().is_relative_to(run_directory.absolute()):
+    if isinstance(storage, LocalStorage) and Path(storage.root).absolute().is_relative_to(run_directory.absolute()):
         raise ConfigError(
             f"{run_directory} is not one directory for all ranks: what rank 0 on {answers[0][0]} wrote is not there "
             f"for {names}. Set run.dir to a shared file system, or checkpoint.storage to an object store."

@@ -98,9 +98,8 @@ class Rehearsals:
     def _rehearse(self, extras: NonTensorState | None = None) -> RehearsalReport:
         run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
-        # How much room an object store has, nobody knows.
         replaced = run.setting.ranks.on_first_rank(
-            lambda: replaceable(session.storage, session.retention, needed=resumed) if session.storage.renames else 0
+            lambda: replaceable(session.storage, session.retention, needed=resumed)
         )
         return run_rehearsal(
             session.storage,

@@ -27,7 +27,7 @@ from holdfast.checkpoint.keep.retention import (
 from holdfast.checkpoint.keep.retention_record import better, read_retention, resume_source
 from holdfast.checkpoint.loading.wrapped_state import records
 from holdfast.checkpoint.place.layout import FOLDER, NOT_FINITE, QUARANTINE, step_name
-from holdfast.checkpoint.place.object_lease import lease_of
+from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.errors import ConfigError, HoldfastError
 
@@ -229,7 +229,7 @@ def pruned(
     with ExitStack() as stack:
         if not dry_run:
             stack.enter_context(writing(storage))
-            stack.enter_context(lease_of(storage))
+            stack.enter_context(Lease(storage))
         source = resume_source(storage)
         needed = [_newest_whole(storage, stored)] + ([] if source is None else [source])
         if dry_run:

@@ -292,8 +292,6 @@ def _export(path: Path) -> ModelSource | None:
 
 def _same_export(stored: StoredCheckpoint) -> ModelSource | None:
     """Return an export of the checkpoint's own weights that its run has made already."""
-    if not stored.storage.renames:
-        return None
     manifest = stored.manifest
     for export in sorted((Path(stored.storage.root).parent / "exports").glob("[!.]*")):
         if (export / "adapter_config.json").exists():

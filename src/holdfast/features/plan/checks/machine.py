@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from holdfast import patience
-from holdfast.checkpoint.place.layout import fresh
+from holdfast.checkpoint.place.layout import REHEARSAL, STAGING, fresh
 from holdfast.checkpoint.place.storage import LocalStorage, Storage, open_storage
 from holdfast.config.quiet import leave_out_broken, unfit_torchvision
 from holdfast.config.sections.launch import LaunchConfig
@@ -136,7 +136,7 @@ def _on_gpus(ranks: int, host: str) -> Finding:
 
 def look_at_ranks(launch: LaunchConfig, storage: Storage | None) -> Iterator[Finding]:
     """Let the real ranks meet, add numbers over all of them, and check that they share the run's directory."""
-    task = RankTask(launch.model_dump(mode="json"), None if storage is None or not storage.renames else storage.root)
+    task = RankTask(launch.model_dump(mode="json"), storage.root if isinstance(storage, LocalStorage) else None)
     start = time.perf_counter()
     if under_torchrun():
         outcome = meet_ranks(task)
@@ -174,7 +174,7 @@ def _started(task: RankTask, folder: Path) -> str | None:
 def storage_of_run(path: str | Path) -> Storage:
     """Return the storage of checkpoints; for a directory that does not exist, that of its nearest existing parent."""
     storage = open_storage(path)
-    if not storage.renames:
+    if not isinstance(storage, LocalStorage):
         return storage
     root = Path(storage.root).resolve()
     while not root.is_dir() and root != root.parent:
@@ -189,19 +189,16 @@ def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Findin
         storage: Where it is tried.
         needed_bytes: Of all checkpoints that must fit; None where nobody knows.
     """
-    folder, data = fresh("doctor", "0"), os.urandom(_TRIED_BYTES)
+    folder, data = fresh("doctor-", "0"), os.urandom(_TRIED_BYTES)
+    staging = fresh(STAGING, folder)
     start = time.perf_counter()
     try:
-        if storage.renames:
-            storage.make(folder)
-            with storage.create(f"{folder}/before") as file:
-                file.write(data)
-            storage.rename(f"{folder}/before", f"{folder}/after")
-            storage.sync(folder)
-        else:
-            storage.put_new(f"{folder}/after", data)
+        storage.make(staging)
+        with storage.create(f"{staging}/file") as file:
+            file.write(data)
+        storage.publish(staging, folder)
         seconds = time.perf_counter() - start
-        same = storage.read(f"{folder}/after") == data
+        same = storage.read(f"{folder}/file") == data
     except OSError as error:
         yield fail(
             "place",
@@ -211,6 +208,7 @@ def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Findin
         return
     finally:
         with contextlib.suppress(OSError):  # the finding says why nothing was written
+            storage.remove(staging)
             storage.remove(folder)
     if not same:
         yield fail("place", f"{storage.root} gives back other bytes than were written", "Choose another run.dir.")
@@ -276,7 +274,7 @@ def meet_ranks(task: RankTask) -> dict[str, Any]:
         milliseconds = 1000 * (time.perf_counter() - start)
         ranks = RankGroup(launch.timeout_minutes)
         if task.place is not None:
-            check_shared(LocalStorage(Path(task.place)), ranks)
+            check_shared(LocalStorage(Path(task.place)), ranks.agree(fresh(REHEARSAL, "doctor")), ranks)
         hosts = len(set(ranks.gather(socket.gethostname())))
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         ranks.close()
