@@ -236,6 +236,33 @@ def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([str(field.default), *map(str, get_args(field.annotation))]))
 
 
+def differing(section: BaseModel) -> dict[str, Any]:
+    """Return the JSON-ready values of a section that differ from their defaults; they read back to the same section.
+
+    A section of a union keeps its `kind`, by which it is told from the others.
+    """
+    plain, values = section.model_dump(mode="json"), {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if name == "kind":
+            values[name] = plain[name]
+        elif value != field.get_default(call_default_factory=True):
+            values[name] = _differing_below(value, plain[name])
+    return values
+
+
+def _differing_below(value: Any, plain: Any) -> Any:
+    match value:
+        case BaseModel():
+            return differing(value)
+        case dict():
+            return {key: _differing_below(value[key], plain[key]) for key in value}
+        case list() | tuple():
+            return [_differing_below(item, plain_item) for item, plain_item in zip(value, plain, strict=True)]
+        case _:
+            return plain
+
+
 def leaves(values: Any, path: str = "", *, into_lists: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of every leaf of nested mappings, and of lists of mappings if asked for."""
     if into_lists and isinstance(values, list) and any(isinstance(item, dict) for item in values):

@@ -9,16 +9,20 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.arguments import Configuration, Overrides, RunFile
-from holdfast.config.base import leaves
+from holdfast.config.base import differing, leaves
 from holdfast.config.verbs.roots import ROOTS, load_run
 from holdfast.config.verbs.training import as_plain
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 
 
-def config_show(run: RunFile, overrides: Overrides = None) -> None:
+def config_show(
+    run: RunFile,
+    overrides: Overrides = None,
+    short: Annotated[bool, typer.Option("--short", help="Print only what differs from the defaults.")] = False,
+) -> None:
     """Print the whole tree, defaults included."""
-    typer.echo(show_config(run, overrides or []), nl=False)
+    typer.echo(show_config(run, overrides or [], short=short), nl=False)
 
 
 def config_schema(verb: Annotated[str, typer.Argument(help="Which verb's tree.")] = "sft") -> None:
@@ -37,9 +41,10 @@ def config_diff(
     raise typer.Exit(1 if lines else 0)
 
 
-def show_config(path: Path, overrides: Sequence[str]) -> str:
-    """Return the whole tree as YAML."""
-    return to_yaml(as_plain(load_run(path, overrides).config))
+def show_config(path: Path, overrides: Sequence[str], *, short: bool = False) -> str:
+    """Return the tree as YAML, whole or without the values that are their defaults."""
+    config = load_run(path, overrides).config
+    return to_yaml(differing(config) if short else as_plain(config))
 
 
 def schema(verb: str) -> str:
