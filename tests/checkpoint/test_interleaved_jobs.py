@@ -36,7 +36,7 @@ from tests.checkpoint.interleaving import (
 from tests.checkpoint.recording_stores import Bucket, Contents, Disk
 
 SEED = int(os.environ.get("HOLDFAST_SEED", "0"))
-ORDERS = int(os.environ.get("HOLDFAST_ORDERS", "4"))
+ORDERS = int(os.environ.get("HOLDFAST_ORDERS", "2"))
 """Orders of which the slow test suspends each job before each operation."""
 
 
