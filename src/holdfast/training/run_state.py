@@ -102,7 +102,8 @@ def _holder(lease: Path) -> dict[str, Any]:
 def _is_alive(lease: Path, holder: Mapping[str, Any]) -> bool:
     """Return whether a holder lives: by its process within this machine, by the age of its lease beyond."""
     if is_of_here(holder):
-        return not died_here(holder)
+        facts = lease.parent.stat()  # a copy of a run that goes on does not
+        return not died_here(holder) and holder.get("place") in {None, str((facts.st_dev, facts.st_ino))}
     return time.time() - lease.stat().st_mtime < patience.current.lease_stale_seconds
 
 

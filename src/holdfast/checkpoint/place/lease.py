@@ -34,6 +34,8 @@ Told = Callable[[str], object]
 """Told in a line what a start waits for."""
 _WIDTH = 512
 """Bytes of a lease: renewed in place, it keeps its name of the holder on a full disk."""
+_HELD: set[str] = set()
+"""Tokens of the leases that this process holds; one that it could not give back is nobody's."""
 _EARLIER = ".lease.json"
 """Lease of a job of an earlier version in a directory, which that job renews as often."""
 
@@ -72,7 +74,6 @@ class Lease:
             self._take()
         except NotRegular as error:
             raise UserError(f"{error}. Remove it, and start the same command again.") from error
-        self._identity = self._storage.identity()
         self._begin()
         return self
 
@@ -91,6 +92,7 @@ class Lease:
                 self._storage.remove(self._name(turn))
         except BaseException:
             # Withdrawn, not given back: a job that was found alive goes on, and would take a higher number for its end.
+            _HELD.discard(self._token)
             with contextlib.suppress(Exception):
                 if self._is_mine():
                     self._storage.remove(self._name(self._turn))
@@ -104,10 +106,15 @@ class Lease:
             raise DirectoryTaken(taken(self._place, holder))
 
     def _put(self) -> None:
+        self._identity = self._storage.identity()
         try:
             self._storage.put_new(self._name(self._turn), self._text())
         except FileExistsError:
             raise DirectoryTaken(taken(self._place, self._holder(self._turn))) from None
+        _HELD.add(self._token)
+        if self._storage.identity() != self._identity:  # the directory was made for the file
+            self._identity = self._storage.identity()
+            self._storage.overwrite(self._name(self._turn), self._text())
 
     def _refuse_overwritten(self) -> None:
         """Refuse the place where the store let two jobs put one number: not every store looks and writes in one act."""
@@ -124,6 +131,7 @@ class Lease:
         self._give_back()
 
     def _give_back(self) -> None:
+        _HELD.discard(self._token)
         # A disk or store that is gone must not hide why the block ends, nor end one rank alone; the lease gets stale.
         with contextlib.suppress(Exception), self._writing:
             if not self._is_mine():
@@ -216,11 +224,29 @@ class Lease:
         """Return the holder of one of these turns that may live; empty if none does."""
         for turn in turns:
             holder = self._holder(turn)
-            if not holder or died_here(holder):
-                continue
-            if lives_here(holder) or self._age(turn, holder) < patience.current.lease_stale_seconds:
+            lives = self._lives(holder) if holder else False
+            if lives is None:
+                lives = self._age(turn, holder) < patience.current.lease_stale_seconds
+            if lives:
                 return holder
         return {}
+
+    def _lives(self, holder: dict[str, Any]) -> bool | None:
+        """Return whether a holder goes on, though it may be stopped; None where nobody here can tell."""
+        if not is_of_here(holder):
+            return None
+        if died_here(holder) or holder.get("place") not in {None, self._where()}:  # else this is a copy of its place
+            return False
+        if holder.get("pid") == os.getpid():
+            return holder.get("token") in _HELD
+        pid = holder.get("pid")
+        known = isinstance(pid, int) and started(pid) is not None and started(pid) == holder.get("started")
+        return True if known else None
+
+    def _where(self) -> str | None:
+        """Return what tells the place from a copy of it, on this machine; None where it has no such mark."""
+        identity = self._storage.identity()
+        return None if identity is None else str(identity)
 
     def _age(self, turn: int, holder: dict[str, Any]) -> float:
         try:
@@ -252,14 +278,6 @@ class Lease:
             return parsed_holder(self._storage.read(self._name(turn)))
         except FileNotFoundError:
             return {}
-
-
-def lives_here(holder: dict[str, Any]) -> bool:
-    """Return whether the holder is another process of this machine that goes on, though it may be stopped."""
-    pid = holder.get("pid")
-    if not is_of_here(holder) or not isinstance(pid, int) or pid == os.getpid():
-        return False  # of this process's own leases the age decides: one that could not be given back is not renewed
-    return started(pid) is not None and started(pid) == holder.get("started")
 
 
 def parsed_holder(text: bytes) -> dict[str, Any]:
