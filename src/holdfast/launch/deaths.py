@@ -7,10 +7,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.errors import RunStopped
 from holdfast.parallel.failure.reports import Failure
 
-EXIT_USER_ERROR = 2
-EXIT_STOPPED = 3
 EXIT_WITHOUT_RESULT = 4
 """Exit code of a rank that finished without an error and without a result. It is not 1, with which any Python process
 ends on an uncaught exception."""
@@ -57,7 +56,7 @@ def first_cause(deaths: Sequence[Death]) -> Death:
             return False, report.time
         lost_another = (
             death.ended_by_launcher
-            or death.exit_code in (0, EXIT_STOPPED, -signal.SIGABRT)
+            or death.exit_code in (0, RunStopped.exit_code, -signal.SIGABRT)
             or (report is not None and report.kind == "peer")
         )
         return lost_another, death.time

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import holdfast.patience
 from holdfast.config.sections.launch import LaunchConfig
-from holdfast.errors import HoldfastError, RunStopped, UserError, how_to_go_on
+from holdfast.errors import how_to_go_on
 from holdfast.launch.directory import LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, resolve_ranks, under_torchrun
 from holdfast.launch.processes import Guard
 from holdfast.launch.stops import StopSignals
-from holdfast.launch.watch import Ending, Start, Verdict, attempt, tell
+from holdfast.launch.verdict import Verdict
+from holdfast.launch.watch import Ending, Start, attempt, tell
 from holdfast.patience import Patience
 
 __all__ = ["Patience", "launch_local", "resolve_ranks", "under_torchrun"]
@@ -56,15 +57,7 @@ def launch_local(
             ending = _attempts(start, launch.max_restarts, directory, guard, stops)
             _note(ending, directory, stops)
         directory.keep_logs = ending.verdict is Verdict.DIED
-    match ending.verdict:
-        case Verdict.DONE:
-            return 0
-        case Verdict.WITHOUT_RESULT:
-            return HoldfastError.exit_code
-        case Verdict.REFUSED:
-            return UserError.exit_code
-        case Verdict.STOPPED | Verdict.DIED:
-            return RunStopped.exit_code
+    return ending.verdict.exit_code
 
 
 def _note(ending: Ending, directory: LaunchDirectory, stops: StopSignals) -> None:

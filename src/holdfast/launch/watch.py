@@ -1,4 +1,4 @@
-"""One attempt of a launch: start the ranks, watch them, end the others when one dies, and judge how it ended.
+"""One attempt of a launch: start the ranks, watch them, end the others when one dies, and tell how it ended.
 
 Invariant: when `attempt` returns, none of its processes runs any more; after a death it returns within 10 seconds.
 """
@@ -12,48 +12,24 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from signal import SIGINT, SIGTERM, SIGUSR1
+from signal import SIGUSR1
 
+from holdfast.errors import UserError
 from holdfast.files import read_end
-from holdfast.launch.deaths import (
-    EXIT_STOPPED,
-    EXIT_USER_ERROR,
-    EXIT_WITHOUT_RESULT,
-    Death,
-    describe_death,
-    first_cause,
-    how_it_ended,
-    last_paragraph,
-)
+from holdfast.launch.deaths import Death, describe_death, how_it_ended, last_paragraph
 from holdfast.launch.directory import LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, rank_environment
 from holdfast.launch.processes import Guard, catches, end, tied_to_this_thread
 from holdfast.launch.rendezvous import meeting_file
 from holdfast.launch.stops import StopSignals
 from holdfast.launch.terminal import Relay
+from holdfast.launch.verdict import IN_ORDER, Verdict, judge
 from holdfast.parallel.failure.reports import Failure
 from holdfast.patience import Patience
 from holdfast.text.escaping import escaped_paragraph
 
 _READ_OF_LOG = 1 << 16
-
-
-_IN_ORDER = (EXIT_STOPPED, EXIT_WITHOUT_RESULT)
-
-
-_ENDED_BY_REQUEST = (0, EXIT_STOPPED, -SIGINT, 128 + SIGINT, -SIGTERM, 128 + SIGTERM)
-
-
-class Verdict(Enum):
-    """How an attempt went."""
-
-    DONE = "done"
-    STOPPED = "stopped"
-    WITHOUT_RESULT = "without result"
-    REFUSED = "refused"
-    DIED = "died"
 
 
 @dataclass(frozen=True)
@@ -178,17 +154,16 @@ def _pass_on(ranks: Sequence[_Rank], stops: StopSignals) -> None:
 def _trouble(ranks: Sequence[_Rank], directory: LaunchDirectory) -> bool:
     """Return whether a rank has died or reported a failure, and write the reports of ranks that died without one.
 
-    A rank that ends with 0, or with 3 or 4 and no report, has stopped in order, and the others are waited for.
+    After a rank that ended in order, the others are waited for.
     """
     reports = {report.rank for report in directory.reports()}
     dead = False
     for rank in ranks:
         code = rank.poll()
-        if code in (None, 0) or (code in _IN_ORDER and rank.number not in reports):
+        if code is None or code in IN_ORDER:
             continue
         dead = True
-        if rank.number not in reports and code != EXIT_USER_ERROR:
-            assert code is not None
+        if rank.number not in reports and code != UserError.exit_code:
             assert rank.seen_dead_at is not None
             sentence = f"it {how_it_ended(code)}"
             phase = directory.phase(rank.number)
@@ -211,68 +186,23 @@ def _end(ranks: Sequence[_Rank], directory: LaunchDirectory, patience: Patience)
     return end(mark, leaders, patience.term_seconds, patience.kill_seconds, reap)
 
 
-@dataclass(frozen=True)
-class _Aftermath:
-    """The ends of all ranks of an attempt, and their failure reports."""
-
-    deaths: list[Death]
-    reports: list[Failure]
-
-    @property
-    def by_themselves(self) -> list[Death]:
-        """Ranks that the launcher did not end."""
-        return [death for death in self.deaths if not death.ended_by_launcher]
-
-    @property
-    def refused(self) -> list[Death]:
-        """Ranks that raised a `UserError`, if no rank failed otherwise.
-
-        The launcher may have killed such a rank because it was slow to end; its report counts, not its exit code.
-        """
-        if any(report.kind == "error" for report in self.reports):
-            return []
-        return [
-            death
-            for death in self.deaths
-            if (death.report is not None and death.report.kind == "user")
-            or (death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher)
-        ]
-
-    @property
-    def codes(self) -> set[int]:
-        return {death.exit_code for death in self.by_themselves}
-
-    def orderly(self, stops: StopSignals) -> Verdict | None:
-        """Return how the attempt ended if nothing went wrong, else None."""
-        failed = any(report.kind == "error" for report in self.reports)
-        if stops.now or (stops.any and not failed and self.codes <= set(_ENDED_BY_REQUEST)):
-            return Verdict.DONE if {death.exit_code for death in self.deaths} == {0} else Verdict.STOPPED
-        if self.reports or self.by_themselves != self.deaths or not self.codes <= {0, *_IN_ORDER}:
-            return None
-        ended = {EXIT_WITHOUT_RESULT: Verdict.WITHOUT_RESULT, EXIT_STOPPED: Verdict.STOPPED}
-        return ended.get(max(self.codes), Verdict.DONE)
-
-
 def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignals, wrote: bool) -> Ending:
     step = directory.step()
     reports = {report.rank: report for report in directory.reports()}
     deaths = [_death(rank, directory, reports.get(rank.number)) for rank in ranks]
-    after = _Aftermath(deaths, list(reports.values()))
-    if after.refused:
-        return Ending(Verdict.REFUSED, _refusal(after.refused, deaths[0], wrote), step)
-    verdict = after.orderly(stops)
-    if verdict is not None:
+    verdict, _, told = judge(deaths, list(reports.values()), stop_requested=stops.any, stop_now=stops.now)
+    if told is None:
         return Ending(verdict, "", step)
-    cause = first_cause(deaths)
-    is_on_terminal = cause.rank == 0 and wrote
-    return Ending(Verdict.DIED, describe_death(cause, step, _short(directory.log(cause.rank)), is_on_terminal), step)
+    if verdict is Verdict.REFUSED:
+        return Ending(verdict, _refusal(told, deaths[0], wrote), step)
+    return Ending(verdict, describe_death(told, step, _short(directory.log(told.rank)), told.rank == 0 and wrote), step)
 
 
-def _refusal(refused: Sequence[Death], first: Death, rank_0_wrote: bool) -> str:
-    if refused[0].rank == 0 and rank_0_wrote:
+def _refusal(refused: Death, first: Death, rank_0_wrote: bool) -> str:
+    if refused.rank == 0 and rank_0_wrote:
         return ""
-    report = refused[0].report
-    text = report.message if report is not None and report.kind == "user" else last_paragraph(refused[0].log)
+    report = refused.report
+    text = report.message if report is not None and report.kind == "user" else last_paragraph(refused.log)
     # Rank 0 may have told it and be ended by the launcher while it was still leaving.
     return "" if rank_0_wrote and text.strip() and text.strip() in first.log else text
 
