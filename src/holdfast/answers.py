@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from holdfast.http import EndpointMistaken
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 
 LARGEST_VOCABULARY = 2**31
 _NO_NUMBER = -9999.0
@@ -39,7 +40,7 @@ class Field(NamedTuple):
             EndpointMistaken: Always.
         """
         steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).lstrip(".")
-        subject = f"{_shortened(escaped(steps))} {_shown(self.value)}".lstrip()
+        subject = f"{shortened(escaped(steps), _SHOWN)} {_shown(self.value)}".lstrip()
         raise EndpointMistaken(f"answers {self.route} with {subject}, where {needed} is needed")
 
     @property
@@ -178,8 +179,4 @@ def _shown(value: Any) -> str:
         return "an object" if value else "an empty object"
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return _shortened(json.dumps(value))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return shortened(json.dumps(value), _SHOWN)
