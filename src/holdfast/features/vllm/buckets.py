@@ -27,7 +27,7 @@ from torch import Tensor
 
 from holdfast import patience
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.features.vllm.answers import RPC, inspection_of
+from holdfast.features.vllm.responses import RPC, inspection_of
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.files import died_here, machine
 from holdfast.http import EndpointRefuses, EndpointUnwell

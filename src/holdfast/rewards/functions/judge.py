@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from holdfast.answers import first_choice
 from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
+from holdfast.responses import first_choice
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.rules import FIELD, cell
 from holdfast.text.numbers import number_as_text

@@ -1,4 +1,4 @@
-"""Read the JSON answers of servers field by field: of engines, references, teachers and judges.
+"""Read the JSON responses of servers field by field: of engines, references, teachers and judges.
 
 A server that another version, a proxy or a mistake stands behind answers 200 with whatever it has. Nothing is converted
 on the way: `"3"` is no token, `true` is no number, and a refused value is named by its route and its path.
@@ -27,14 +27,14 @@ _ABSENT = object()
 
 
 class Field(NamedTuple):
-    """A value in an answer, with its path. Its methods raise EndpointMistaken for a value of another type."""
+    """A value in a response, with its path. Its methods raise EndpointMistaken for a value of another type."""
 
     route: str
     value: Any
     path: tuple[str | int, ...] = ()
 
     def refuse(self, needed: str) -> NoReturn:
-        """Refuse the answer for this value.
+        """Refuse the response for this value.
 
         Raises:
             EndpointMistaken: Always.
@@ -147,7 +147,7 @@ class Field(NamedTuple):
             vocabulary: Number of tokens that there are.
 
         Returns:
-            Log-probabilities by token, in the order of the answer.
+            Log-probabilities by token, in the order of the response.
         """
         rows = self.items(1)
         if length is not None and len(rows) != length:
@@ -166,9 +166,9 @@ def _is_endless(value: float) -> bool:
     return isinstance(value, int) and value.bit_length() > _MOST_BITS
 
 
-def first_choice(route: str, answer: Any) -> Field:
-    """Return the first completion of an answer."""
-    return Field(route, answer).key("choices").items(1)[0]
+def first_choice(route: str, response: Any) -> Field:
+    """Return the first completion of a response."""
+    return Field(route, response).key("choices").items(1)[0]
 
 
 def _shown(value: Any) -> str:
