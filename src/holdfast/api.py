@@ -29,6 +29,8 @@ from holdfast.training.fit import Outcome
 from holdfast.training.setup.begin import Live
 
 _Root = TypeVar("_Root", bound=TrainingConfig)
+Tree = Mapping[str, Any] | str | Path
+Observers = Sequence[Callable[..., object]]
 Rewards = Callable[..., object] | Sequence[Callable[..., object]] | Mapping[str, Callable[..., object]]
 
 GIVEN = "(given in Python)"
@@ -36,13 +38,13 @@ GIVEN = "(given in Python)"
 
 
 def sft(
-    config: SFTConfig | Mapping[str, Any] | str | Path,
+    config: SFTConfig | Tree,
     *,
     rows: Any = None,
     model: Any = None,
     tokenizer: Any = None,
     objective: Objective | None = None,
-    observers: Sequence[Callable[..., object]] = (),
+    observers: Observers = (),
 ) -> Outcome:
     """Fine-tune in this process; under torchrun, as one of its ranks.
 
@@ -59,18 +61,17 @@ def sft(
         UserError: What was asked for cannot work; nothing was written.
         RunStopped: The run stopped before its end.
     """
-    live = Live(rows, model, tokenizer, objective, tuple(observers))
-    return _run(SFTConfig, run_sft, config, live, {})
+    return _run(SFTConfig, run_sft, config, Live(rows, model, tokenizer, objective, observers))
 
 
 def dpo(
-    config: DPOConfig | Mapping[str, Any] | str | Path,
+    config: DPOConfig | Tree,
     *,
     rows: Any = None,
     model: Any = None,
     tokenizer: Any = None,
     objective: Objective | None = None,
-    observers: Sequence[Callable[..., object]] = (),
+    observers: Observers = (),
 ) -> Outcome:
     """Train on preferences in this process; under torchrun, as one of its ranks.
 
@@ -88,16 +89,16 @@ def dpo(
         UserError: What was asked for cannot work; nothing was written.
         RunStopped: The run stopped before its end.
     """
-    return _run(DPOConfig, run_dpo, config, Live(rows, model, tokenizer, objective, tuple(observers)), {})
+    return _run(DPOConfig, run_dpo, config, Live(rows, model, tokenizer, objective, observers))
 
 
 def reward(
-    config: ScorerConfig | Mapping[str, Any] | str | Path,
+    config: ScorerConfig | Tree,
     *,
     rows: Any = None,
     model: Any = None,
     tokenizer: Any = None,
-    observers: Sequence[Callable[..., object]] = (),
+    observers: Observers = (),
 ) -> Outcome:
     """Train a reward model on preferences in this process; under torchrun, as one of its ranks.
 
@@ -112,11 +113,11 @@ def reward(
         UserError: What was asked for cannot work; nothing was written.
         RunStopped: The run stopped before its end.
     """
-    return _run(ScorerConfig, run_reward, config, Live(rows, model, tokenizer, observers=tuple(observers)), {})
+    return _run(ScorerConfig, run_reward, config, Live(rows, model, tokenizer, observers=observers))
 
 
 def grpo(  # noqa: PLR0913 - one per thing that a caller can bring
-    config: GRPOConfig | Mapping[str, Any] | str | Path,
+    config: GRPOConfig | Tree,
     *,
     rows: Any = None,
     rewards: Rewards | None = None,
@@ -124,7 +125,7 @@ def grpo(  # noqa: PLR0913 - one per thing that a caller can bring
     model: Any = None,
     tokenizer: Any = None,
     objective: Objective | None = None,
-    observers: Sequence[Callable[..., object]] = (),
+    observers: Observers = (),
 ) -> Outcome:
     """Train a policy by rewards in this process; under torchrun, as one of its ranks.
 
@@ -146,18 +147,17 @@ def grpo(  # noqa: PLR0913 - one per thing that a caller can bring
         UserError: What was asked for cannot work; nothing was written.
         RunStopped: The run stopped before its end.
     """
-    functions, sections = _live_rewards(rewards)
-    live = Live(rows, model, tokenizer, objective, tuple(observers), functions, environment)
-    return _run(GRPOConfig, run_grpo, config, live, {"reward": sections} if sections else {})
+    live = Live(rows, model, tokenizer, objective, observers, _named_rewards(rewards), environment)
+    return _run(GRPOConfig, run_grpo, config, live)
 
 
 def distill(
-    config: DistillConfig | Mapping[str, Any] | str | Path,
+    config: DistillConfig | Tree,
     *,
     rows: Any = None,
     model: Any = None,
     tokenizer: Any = None,
-    observers: Sequence[Callable[..., object]] = (),
+    observers: Observers = (),
 ) -> Outcome:
     """Distil a teacher into a student in this process; under torchrun, as one of its ranks.
 
@@ -172,29 +172,19 @@ def distill(
         UserError: What was asked for cannot work; nothing was written.
         RunStopped: The run stopped before its end.
     """
-    live = Live(rows, model, tokenizer, observers=tuple(observers))
-    return _run(DistillConfig, run_distill, config, live, {})
+    return _run(DistillConfig, run_distill, config, Live(rows, model, tokenizer, observers=observers))
 
 
 def _run(
     root: type[_Root],
     recipe: Callable[[_Root, Path, World, Live], Outcome],
-    config: TrainingConfig | Mapping[str, Any] | str | Path,
+    config: TrainingConfig | Tree,
     live: Live,
-    replaced: Mapping[str, Any],
 ) -> Outcome:
-    """Check the tree, join the ranks and run.
-
-    Args:
-        root: Class of the configuration tree.
-        recipe: The function that trains.
-        config: The configuration tree.
-        live: Objects that replace what the tree names by path.
-        replaced: Sections that record live objects; they replace those of the tree.
-    """
+    """Check the tree, join the ranks and run."""
     call = number_of_call()  # before anything is refused: a rank that is refused alone has made this call too
     try:
-        tree = _checked(root, config, live, replaced)
+        tree = _checked(root, config, live)
         ranks = tree.config.launch.ranks
         if not under_torchrun() and ranks not in {"auto", 1}:
             raise ConfigError(
@@ -209,19 +199,17 @@ def _run(
         raise
 
 
-def _checked(
-    root: type[_Root],
-    config: TrainingConfig | Mapping[str, Any] | str | Path,
-    live: Live,
-    replaced: Mapping[str, Any],
-) -> LoadedConfig[_Root]:
+def _checked(root: type[_Root], config: TrainingConfig | Tree, live: Live) -> LoadedConfig[_Root]:
     """Validate the configuration tree, with `GIVEN` in place of each path that a live object replaces."""
     if isinstance(config, str | Path):
         draft, base = read_draft(Path(config), [], root), Path(config).resolve().parent
     else:
         draft, base = Draft(Document("config", dict(config))), Path.cwd()
     values = draft.document.values
-    values |= replaced
+    if live.rewards:
+        values["reward"] = [
+            {"path": f"{GIVEN}.py:{name if name.isidentifier() else 'reward'}", "name": name} for name in live.rewards
+        ]
     if live.environment is not None:
         values["environment"] = _without(values.get("environment"), REPLACED) | section_of(live.environment, base)
     if live.rows is not None:
@@ -233,15 +221,15 @@ def _checked(
     return LoadedConfig(check_draft(draft, root), base)
 
 
-def _live_rewards(rewards: Rewards | None) -> tuple[tuple[Callable[..., object], ...], list[dict[str, str]]]:
-    """Return the functions, and the `reward` section that records them.
+def _named_rewards(rewards: Rewards | None) -> Mapping[str, Callable[..., object]]:
+    """Return reward functions by name.
 
     Raises:
         ConfigError: There is none, or two have one name.
     """
     match rewards:
         case None:
-            return (), []
+            return {}
         case Mapping():
             functions = dict(rewards)
         case Sequence():
@@ -256,9 +244,7 @@ def _live_rewards(rewards: Rewards | None) -> tuple[tuple[Callable[..., object],
             functions = {_name(rewards, 1): rewards}
     if not functions:
         raise ConfigError("rewards is empty: pass a function, several, or None for those that `reward` names.")
-    return tuple(functions.values()), [
-        {"path": f"{GIVEN}.py:{name if name.isidentifier() else 'reward'}", "name": name} for name in functions
-    ]
+    return functions
 
 
 def _name(function: Callable[..., object], number: int) -> str:

@@ -26,6 +26,7 @@ from holdfast import patience
 from holdfast.errors import ConfigError
 from holdfast.files import parse_json
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
 _BUSY = frozenset({429, 503})
@@ -120,15 +121,15 @@ class Endpoint:
         url = urlsplit(self.url.rstrip("/") + path)
         status, received = self._exchange(_Message(method, url, body, headers))
         if status in _TRIED_AGAIN or status >= 500:
-            raise (EndpointBusy if status in _BUSY else EndpointUnwell)(f"answers {status} {cut(received)}")
+            raise (EndpointBusy if status in _BUSY else EndpointUnwell)(f"answers {status} {_line(received)}")
         if status != 200:
-            raise EndpointRefuses(f"answers {status} {cut(received)}")
+            raise EndpointRefuses(f"answers {status} {_line(received)}")
         if len(received) > self.most_bytes:
             raise EndpointRefuses(f"answers more than {self.most_bytes} bytes")
         try:
             return self._content(received)
         except ValueError as error:
-            raise EndpointMistaken(f"answers {method} {path} with what is no JSON: {cut(received)}") from error
+            raise EndpointMistaken(f"answers {method} {path} with what is no JSON: {_line(received)}") from error
 
     def _content(self, received: bytes) -> Any:
         if self.is_text:
@@ -147,7 +148,7 @@ class Endpoint:
         except _FAILURES as error:
             if time.monotonic() >= deadline:
                 raise EndpointUnwell(self._late) from error
-            raise EndpointUnwell(f"cannot be reached ({cut(error)})") from error
+            raise EndpointUnwell(f"cannot be reached ({_line(error)})") from error
 
     def _waiting_connection(self) -> http.client.HTTPConnection | None:
         try:
@@ -229,11 +230,11 @@ def _hang_up(opened: socket.socket) -> None:
         opened.shutdown(socket.SHUT_RDWR)
 
 
-def cut(answer: object) -> str:
-    """Return the first 400 characters of an endpoint's answer, escaped and on one line."""
+def _line(answer: object) -> str:
+    """Return an endpoint's answer, escaped and on one line of at most 400 characters."""
     text = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
     text = escaped(" ".join(text.split()))
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return shortened(text, _SHOWN)
 
 
 def api_key(variable: str | None, section: str) -> str | None:

@@ -297,10 +297,10 @@ class StepEvent:
     metrics: Mapping[str, float]
 
 
-HostAnswer = Callable[["Tensor", str], "NDArray[Any]"]
+HostValues = Callable[["Tensor", str], "NDArray[Any]"]
 """(a tensor without numbers, what its numbers are for) -> numbers of its shape"""
 
-_answers: list[HostAnswer] = []
+_host_values: list[HostValues] = []
 
 
 def host_value(tensor: Tensor, reason: str) -> NDArray[Any]:
@@ -310,8 +310,8 @@ def host_value(tensor: Tensor, reason: str) -> NDArray[Any]:
         tensor: Of a dtype that NumPy has.
         reason: What the host needs the numbers for, a few words that name the place: plans list them.
     """
-    if _answers:
-        return _answers[-1](tensor, reason)
+    if _host_values:
+        return _host_values[-1](tensor, reason)
     # A copy on the CPU too: torch never again resizes a storage that NumPy has seen, and what rests in host memory is.
     values: NDArray[Any] = tensor.detach().to("cpu", copy=True).numpy()
     return values
@@ -329,7 +329,7 @@ class HostCopy:
         self._reason, self._tensor = reason, tensor.detach()
         self._arrived: Event | None = None
         self._values: NDArray[Any] | None = None
-        if tensor.is_cuda and not _answers:
+        if tensor.is_cuda and not _host_values:
             from torch import empty_like  # configurations are read without torch
             from torch.cuda import current_stream
 
@@ -353,10 +353,10 @@ class HostCopy:
 
 
 @contextmanager
-def answered_by(answer: HostAnswer) -> Iterator[None]:
-    """Let `answer` supply the numbers of `host_value` within the block, for tensors that hold none."""
-    _answers.append(answer)
+def host_values_from(source: HostValues) -> Iterator[None]:
+    """Let `source` supply the numbers of `host_value` within the block, for tensors that hold none."""
+    _host_values.append(source)
     try:
         yield
     finally:
-        _answers.pop()
+        _host_values.pop()

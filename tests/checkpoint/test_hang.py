@@ -116,7 +116,7 @@ def save_waited_for(world: World, storage: SlowStorage, minutes: float, slack_se
     step(world, toy, optimizer, 1)
     storage.seconds *= world.is_first
     session = session_of(storage, world, seconds=60, background=False)
-    session.patience = lambda: wait_for_all(RankGroup(), session, minutes, slack_seconds)
+    session.wait_for_all = lambda: wait_for_all(RankGroup(), session, minutes, slack_seconds)
     assets = {f"file-{number}.json": b"{}" for number in range(20)} if world.is_first else {}
     session.save(take(toy, optimizer, assets=assets), 1)
     session.collect()
@@ -165,7 +165,7 @@ def test_a_save_that_was_given_up_is_never_published(tmp_path: Path, background:
     free, model = threading.Event(), torch.nn.Linear(2, 2)
     storage = HangsWhileItStages(tmp_path, free)
     session = Session(storage, RankGroup(), "run", Retention(), background=background)
-    session.patience = session.abandon
+    session.wait_for_all = session.abandon
 
     session.save(take(model), 1, wait=True)
     saving = next(thread for thread in threading.enumerate() if thread.name == THREAD)

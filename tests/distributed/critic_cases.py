@@ -64,7 +64,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str
 
 def live_run(world: World, tree: dict[str, Any], rows: Any) -> str:
     """Run to the end with a reward in this process, and return the directory."""
-    live = Live(rows=rows, rewards=(even_reward,))
+    live = Live(rows=rows, rewards={"even": even_reward})
     return str(grpo(from_mapping(tree, GRPOConfig), Path.cwd(), world, live).directory)
 
 

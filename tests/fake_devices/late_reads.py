@@ -24,7 +24,7 @@ def main(ranks: str) -> None:
     from holdfast.features.plan.execution.execute import execute
     from holdfast.features.plan.records import RankSpec
     from holdfast.training.step import Update, start_step
-    from holdfast.types import answered_by
+    from holdfast.types import host_values_from
     from tests.fake_devices.cases import RUNS, tree
     from tests.trees import run_from_mapping
 
@@ -37,7 +37,7 @@ def main(ranks: str) -> None:
 
     def two_updates(*arguments: Any) -> Update:
         order.clear()
-        with answered_by(answer):
+        with host_values_from(answer):
             started = []
             for _ in range(2):
                 started.append(start_step(*arguments))

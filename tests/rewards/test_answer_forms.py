@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.rewards.functions.answers import final_answer
+from holdfast.rewards.functions.final_answers import final_answer
 from holdfast.rewards.functions.mathematics import MathReward
 
 NUMBERS = [

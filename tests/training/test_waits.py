@@ -15,7 +15,7 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part
 from holdfast.training.setup.begin import build_run
 from holdfast.training.step import train_step
-from holdfast.types import answered_by
+from holdfast.types import host_values_from
 from tests.training.cases import tree
 
 
@@ -30,7 +30,7 @@ def steps_at_the_wait(world: World, values: dict[str, Any]) -> dict[str, Any]:
         return tensor.detach().numpy().copy()
 
     norms, skipped = [], []
-    with answered_by(answer):
+    with host_values_from(answer):
         for step in range(3):
             mini_batch = run.stream.next(step)
             assert mini_batch is not None

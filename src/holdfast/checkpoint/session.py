@@ -49,7 +49,7 @@ class Session:
         read_back: Whether to compare hashes of the files on disk before older checkpoints are deleted.
         reached: Called with the name of every phase of a save, and with "retention".
         late: Called with a phase; describes the ranks that a save waited for until its time-out.
-        patience: Waits until the running save has ended on all ranks, or raises; default: wait for this rank only.
+        wait_for_all: Waits until the running save has ended on all ranks, or raises; default: wait for this rank only.
     """
 
     storage: Storage
@@ -60,7 +60,7 @@ class Session:
     read_back: bool = True
     reached: Reached = lambda _: None
     late: Callable[[str], str] = lambda _: ""
-    patience: Callable[[], object] | None = None
+    wait_for_all: Callable[[], object] | None = None
     resumed: Manifest | None = None
     """Manifest of the checkpoint that the run continued from."""
     phase: str = ""
@@ -114,7 +114,7 @@ class Session:
         self._attempt = attempt = object()
         self._saver.start(snapshot, lambda staged: self._write(staged, about_save, attempt), copy=self.background)
         if wait or not self.background:
-            (self.patience or self._wait)()
+            (self.wait_for_all or self._wait)()
 
     def _wait(self) -> None:
         while self.status == "running":

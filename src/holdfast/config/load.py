@@ -21,6 +21,7 @@ from holdfast.config.remedies import belongs_to_sibling, example, path_of_defaul
 from holdfast.config.tree import all_keys, key_path, marks_of, section_at, takes_null
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
+from holdfast.text.shortening import shortened
 
 _WANTED = {
     "int_type": "a whole number",
@@ -103,7 +104,7 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
         case "extra_forbidden":
             return _unknown_key(path, document, root)
         case "missing" if isinstance(first["loc"][-1], int):
-            return f"{_short(first['input'])} has too few values"
+            return f"{shortened(repr(first['input']), 60)} has too few values"
         case "missing":
             return f"required, and missing{example(path, document.values, root)}"
         case "union_tag_invalid":
@@ -117,12 +118,12 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
             remedy = example(path, document.values, root) or "; remove it, or give it keys"
             return f"this section is empty{remedy} ({{}} is a section with its defaults)"
         case "none_required":
-            return f"{_short(first['input'])} has no use for this command; remove it, or write null"
+            return f"{shortened(repr(first['input']), 60)} has no use for this command; remove it, or write null"
         case "model_type" | "dict_type":
-            text = f"this is a section with keys of its own, not the value {_short(first['input'])}"
+            text = f"this is a section with keys of its own, not the value {shortened(repr(first['input']), 60)}"
             return text + written_as_section(path, first["input"], document.values, root)
     expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
-    return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(expected))}"
+    return f"{shortened(repr(items[0]['input']), 60)} should be {' or '.join(dict.fromkeys(expected))}"
 
 
 def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> str:
@@ -207,11 +208,6 @@ def _edits(typed: str, name: str) -> int:
             line.append(least)
         before, above = above, line
     return above[-1]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 EXPORTED_CONFIG = "holdfast.yaml"

@@ -16,6 +16,7 @@ import yaml
 
 from holdfast.errors import ConfigError
 from holdfast.files import read_text
+from holdfast.text.shortening import shortened
 
 KeyPath = tuple[str | int, ...]
 
@@ -310,7 +311,7 @@ def parse_value(text: str) -> Any:
     except yaml.YAMLError:
         return text
     except ValueError as error:
-        raise ConfigError(f"{text[:20]}... is {error}, and no key takes one.") from None
+        raise ConfigError(f"{shortened(text, 23)} is {error}, and no key takes one.") from None
     finally:
         loader.dispose()
     if document.twice:

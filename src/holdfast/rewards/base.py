@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from holdfast.text.escaping import error_words
+from holdfast.text.shortening import shortened
 
 LARGEST = 1e30
 """Largest magnitude of a reward; the squares of larger ones, and their sums, could overflow."""
@@ -160,7 +161,7 @@ def outcome_of_exception(error: BaseException) -> SampleOutcome:
 
 def describe_error(error: BaseException) -> str:
     """Return an exception's name and text, cut to a line."""
-    return _cut(error_words(error))
+    return shortened(error_words(error), _SHOWN)
 
 
 def _of_value(value: object) -> SampleOutcome:
@@ -179,7 +180,8 @@ def _kind_of(value: object) -> str:
     """Return what a value is, and text as it is."""
     if value is None:
         return "None"
-    return f"a {type(value).__name__}" + (f" {_cut(repr(value))}" if isinstance(value, str | bytes) else "")
+    cited = f" {shortened(repr(value), _SHOWN)}" if isinstance(value, str | bytes) else ""
+    return f"a {type(value).__name__}{cited}"
 
 
 def _number(value: object) -> float | None:
@@ -215,7 +217,3 @@ def _error(message: str) -> SampleOutcome:
 
 def _malformed(message: str) -> SampleOutcome:
     return SampleOutcome(fault="error", message=message, is_malformed=True)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

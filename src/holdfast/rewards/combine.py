@@ -16,6 +16,7 @@ from holdfast.config.sections.reward import (
 )
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 
 _SHOWN = 80
 _LONGEST_NAME, _LONGEST_MESSAGE = 200, 1000
@@ -50,8 +51,9 @@ def combine(
         return Scored(total, part_rewards, metrics)
     severity = list(_DROPS)
     reward, outcome = max(faults, key=lambda fault: severity.index(_policy(fault[0], fault[1], config).kind))
-    cited = repr(sample.completion[:_SHOWN])
-    message = escaped(f"reward {reward.label} {_cut(outcome.message)}; sample {sample.sample_id}: {cited}")
+    cited = repr(shortened(sample.completion, _SHOWN))
+    fault = shortened(outcome.message, _LONGEST_MESSAGE)
+    message = escaped(f"reward {reward.label} {fault}; sample {sample.sample_id}: {cited}")
     drop = _DROPS[_policy(reward, outcome, config).kind]
     return Scored(total if drop is None else None, part_rewards, metrics, outcome.fault, drop, message)
 
@@ -79,10 +81,6 @@ def _told(
 
 def _named(reward: Reward, name: str) -> str:
     return f"{reward.label}/{escaped(name[:_LONGEST_NAME])}"
-
-
-def _cut(message: str) -> str:
-    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
 
 
 def _beyond(judged: Sequence[tuple[Reward, SampleOutcome]], total: float) -> list[tuple[Reward, SampleOutcome]]:

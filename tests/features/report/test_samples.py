@@ -38,7 +38,7 @@ def test_long_texts_are_cut_and_whole_ones_are_read_again(tmp_path: Path) -> Non
 
     short, long = read_samples(run.place, do_nothing).items
 
-    assert long.completion == text[:SHOWN_CHARACTERS] + "…"
+    assert long.completion == text[: SHOWN_CHARACTERS - 3] + "..."
     assert long.full is not None
     assert long.full["completion"] == text
     assert short.full is not None

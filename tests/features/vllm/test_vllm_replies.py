@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.config.sections.engine import VLLMEngineConfig
-from holdfast.features.vllm.answers import inspection_of, reply_of
+from holdfast.features.vllm.responses import inspection_of, reply_of
 from holdfast.http import EndpointRefuses
 from holdfast.types import Finish
 from tests.features.vllm.served import ServedModel, of_the_extension

@@ -21,8 +21,8 @@ import pytest
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.features.vllm.answers import server_lease_of
 from holdfast.features.vllm.prompts import ServedPrompt
+from holdfast.features.vllm.responses import server_lease_of
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointMistaken, EndpointRefuses
 from holdfast.metrics.sink import METRICS, read_metrics

@@ -22,6 +22,7 @@ from holdfast.config.base import leaves
 from holdfast.config.public import public_configuration, public_text
 from holdfast.files import read_text
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 
 CARD, OWN_CARD, SOURCE_CARD = "README.md", "README.holdfast.md", "README.base.md"
 """The card; where it goes if a user's own stands in its place; and the card of the model that training began with."""
@@ -272,7 +273,7 @@ def _settings(public: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in public.items():
         if value is not None and any(key == name or key.startswith(f"{name}.") for name in _SETTINGS):
             text = json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
-            yield f"`{key}`", escaped(text if len(text) <= _LONGEST else text[:_LONGEST] + "…")
+            yield f"`{key}`", escaped(shortened(text, _LONGEST))
 
 
 def _evaluations(numbers: Mapping[str, float]) -> Iterator[tuple[str, ...]]:

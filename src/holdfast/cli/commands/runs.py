@@ -23,6 +23,7 @@ from holdfast.errors import ConfigError, UserError
 from holdfast.files import RegularFile, read_json, read_text
 from holdfast.metrics.sink import METRICS
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 from holdfast.training.directory import CHECKPOINTS, EVENTS, IDENTITY
 from holdfast.training.run_state import RunState, json_lines, newest_lease, state_of
 
@@ -86,7 +87,7 @@ def print_runs(directory: Path, *, as_json: bool) -> None:
         typer.echo(f"no run is in {escaped(str(directory))}", err=True)
     for path, reason in passed:
         sys.stdout.flush()
-        typer.echo(_cut(f"passed over {escaped(path)}: {escaped(reason)}"), err=True)
+        typer.echo(shortened(f"passed over {escaped(path)}: {escaped(reason)}", WIDTH, width=cell_len), err=True)
 
 
 def listed(directory: Path) -> tuple[list[RunLine], list[tuple[str, str]]]:
@@ -134,13 +135,9 @@ def runs_table(runs: Sequence[RunLine]) -> Iterator[str]:
     most = (_WIDEST_NAME, 8, 14, 20, _WIDEST_RATING, WIDTH)
     widths = [min(max((cell_len(row[column]) for row in rows), default=0), most[column]) for column in range(len(most))]
     for row in rows:
-        cells = [set_cell_size(_cut(text, width), width) for text, width in zip(row, widths, strict=True) if width]
-        yield _cut("  ".join(cells).rstrip())
-
-
-def _cut(text: str, width: int = WIDTH) -> str:
-    """Return a text that is no wider than so many cells."""
-    return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"
+        columns = [(shortened(text, width, width=cell_len), width) for text, width in zip(row, widths, strict=True)]
+        cells = [set_cell_size(text, width) for text, width in columns if width]
+        yield shortened("  ".join(cells).rstrip(), WIDTH, width=cell_len)
 
 
 def _looked_at(directory: Path) -> tuple[float, RunLine]:

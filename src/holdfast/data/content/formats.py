@@ -15,6 +15,7 @@ from holdfast.config.sections.data import RowFormat
 from holdfast.data.rows.rows import Row
 from holdfast.errors import DataError
 from holdfast.text.numbers import number_as_text
+from holdfast.text.shortening import shortened
 
 Shape = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 
@@ -256,7 +257,7 @@ def parse_messages(value: Any, row_name: str, column: str = "messages") -> list[
     for number, message in enumerate(parse_list(value, column, row_name)):
         message_name = f"{row_name}, message {number}"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"{message_name}: a message needs `role` and `content`, but this is {_shortened(message)}.")
+            raise DataError(f"{message_name}: a message needs `role` and `content`, but this is {_shown(message)}.")
         if message.get("content") is None and not message.get("tool_calls"):
             raise DataError(
                 f"{message_name}: a message of role {message['role']!r} has neither content nor tool_calls."
@@ -277,7 +278,7 @@ def _check_content(message: Message, message_name: str) -> None:
     if not (content is None or isinstance(content, str) or is_parts or is_result):
         raise DataError(
             f"{message_name}: content must be text, or a list of parts such as {{'type': 'text', 'text': ...}}, but it "
-            f"is {_shortened(content)}."
+            f"is {_shown(content)}."
         )
 
 
@@ -287,7 +288,7 @@ def _check_weight(message: Message, message_name: str) -> None:
         return
     raise DataError(
         f"{message_name}: weight is 1 or 0, whether a message of role assistant is trained, but this is "
-        f"{_shortened(weight)} of a message of role {message['role']!r}. Correct it, or leave it out."
+        f"{_shown(weight)} of a message of role {message['role']!r}. Correct it, or leave it out."
     )
 
 
@@ -299,7 +300,7 @@ def _with_parsed_arguments(message: Message, message_name: str) -> Message:
     for call in message["tool_calls"]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(f"{message_name}: a tool call needs a function name, but this is {_shortened(call)}.")
+            raise DataError(f"{message_name}: a tool call needs a function name, but this is {_shown(call)}.")
         if isinstance(function.get("arguments"), str):
             function = {**function, "arguments": _from_json(function["arguments"], "tool-call arguments", message_name)}
         calls.append({**call, "function": function} if "function" in call else function)
@@ -310,7 +311,7 @@ def _from_json(text: str, field: str, name: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{name}: {field} are not valid JSON ({error}): {_shortened(text)}.") from None
+        raise DataError(f"{name}: {field} are not valid JSON ({error}): {_shown(text)}.") from None
 
 
 def parse_tools(row: Mapping[str, Any], row_name: str) -> list[Mapping[str, Any]]:
@@ -325,7 +326,7 @@ def parse_tools(row: Mapping[str, Any], row_name: str) -> list[Mapping[str, Any]
     if isinstance(tools, str):
         tools = _from_json(tools, "tools", row_name)
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"{row_name}: column 'tools' must be a list of JSON schemas, not {_shortened(tools)}.")
+        raise DataError(f"{row_name}: column 'tools' must be a list of JSON schemas, not {_shown(tools)}.")
     return list(tools)
 
 
@@ -355,6 +356,5 @@ def as_messages(value: Any, role: str, column: str, row_name: str) -> list[Messa
     return [{"role": role, "content": value}] if isinstance(value, str) else parse_messages(value, row_name, column)
 
 
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _shown(value: Any) -> str:
+    return shortened(repr(value), 80)

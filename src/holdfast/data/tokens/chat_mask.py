@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from holdfast.data.content.formats import Conversation, Message
 from holdfast.data.tokens.chat_template import ChatTemplate, Span, TemplateRefuses
 from holdfast.errors import DataError
+from holdfast.text.shortening import shortened
 
 
 def _tagged(before_role: str, after_role: str, end: str, after_end: str, *, start: str = "") -> str:
@@ -322,5 +323,4 @@ def _squeezed(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    text = " ".join(text.split())
-    return repr(text if len(text) <= 60 else text[:57] + "...")
+    return repr(shortened(" ".join(text.split()), 60))

@@ -21,6 +21,7 @@ from holdfast.files import NotRegular, read_json, read_text
 from holdfast.metrics.progress import End
 from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 from holdfast.training.directory import EVENTS, IDENTITY, MEMORY, PLAN
 from holdfast.training.run_state import RunState, json_lines, state_of
 
@@ -156,7 +157,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         reason = "is missing"
     except (OSError, ValueError) as error:
-        reason = f"cannot be read ({escaped(str(error))[:200]})"
+        reason = f"cannot be read ({shortened(escaped(str(error)), 200)})"
     notes.append(f"{path.name} {reason}.")
     return {}
 
@@ -189,7 +190,7 @@ def _events(directory: Path, notes: list[str]) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        notes.append(f"{EVENTS} cannot be read: {escaped(str(error))[:200]}.")
+        notes.append(f"{EVENTS} cannot be read: {shortened(escaped(str(error)), 200)}.")
         return []
 
 
@@ -211,7 +212,7 @@ def _state(directory: Path, events: Sequence[Mapping[str, Any]], step: int | Non
     try:
         return state_of(directory, events, step)
     except (OSError, ValueError) as error:
-        return RunState("failed", f"how it stands cannot be read: {escaped(str(error))[:200]}")
+        return RunState("failed", f"how it stands cannot be read: {shortened(escaped(str(error)), 200)}")
 
 
 def _planned(path: Path) -> PlannedPeaks:

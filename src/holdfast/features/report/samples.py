@@ -18,6 +18,7 @@ from holdfast.features.report.curves import LineReader, finite_number, parsed
 from holdfast.files import RegularFile, read_bytes
 from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLE_IMAGES, SAMPLES
 from holdfast.text.escaping import escaped_paragraph
+from holdfast.text.shortening import shortened
 
 SHOWN_CHARACTERS = 300
 WHOLE = 500
@@ -31,7 +32,7 @@ _MOST_IMAGES, _MOST_BYTES = 500, 1 << 16
 """Images of a page, and bytes of each."""
 MOST_SAMPLES = 20_000
 SAMPLE_RULE = (
-    f"The first {SHOWN_CHARACTERS} characters of each are here. {WHOLE} are here whole: of up to {WHOLE // 4} steps "
+    f"Of each up to {SHOWN_CHARACTERS} characters are here. {WHOLE} are here whole: of up to {WHOLE // 4} steps "
     "spread evenly over the run, the first and the last among them, the best and the worst, and those whose tokens "
     "were recorded; then the newest."
 )
@@ -126,8 +127,8 @@ def sample_of(line: Any, offset: int) -> ShownSample | None:
     return ShownSample(
         step=line["step"],
         sample_id=line["sample_id"] if isinstance(line.get("sample_id"), int) else 0,
-        prompt=_first(prompt),
-        completion=_first(completion),
+        prompt=escaped_paragraph(shortened(prompt, SHOWN_CHARACTERS)),
+        completion=escaped_paragraph(shortened(completion, SHOWN_CHARACTERS)),
         reward=finite_number(line.get("reward")),
         function_rewards={str(name): finite_number(value) for name, value in rewards.items()}
         if isinstance(rewards, dict)
@@ -140,10 +141,6 @@ def sample_of(line: Any, offset: int) -> ShownSample | None:
         images=tuple(_IMAGE.findall(str(line.get("images") or ""))),
         is_cut=len(prompt) > SHOWN_CHARACTERS or len(completion) > SHOWN_CHARACTERS,
     )
-
-
-def _first(text: str) -> str:
-    return escaped_paragraph(text[:SHOWN_CHARACTERS]) + ("…" if len(text) > SHOWN_CHARACTERS else "")
 
 
 class _Thinner:
@@ -273,7 +270,7 @@ def _turns(messages: Any) -> list[list[str]]:
 
 def _cut(text: str, most: int = _WHOLE_CHARACTERS) -> str:
     excess = len(text) - most
-    suffix = f"\n… and {excess:,} characters more" if excess > 0 else ""
+    suffix = f"\n... and {excess:,} characters more" if excess > 0 else ""
     return escaped_paragraph(text[:most]) + suffix
 
 

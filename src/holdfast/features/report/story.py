@@ -14,6 +14,7 @@ from typing import Any
 from holdfast.features.report.curves import Curves, Rewind, finite_number
 from holdfast.files import size_words
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 
 Event = Mapping[str, Any]
 
@@ -52,7 +53,7 @@ def public_sentence(text: str) -> str:
     """Return words that an error or an alarm used as one printable line without what could be a credential."""
     text = _QUERY.sub("?…", _CREDENTIALS.sub("", escaped(text)))
     text = _ASSIGNED.sub(r"\1\2…", text)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return shortened(text, _LONGEST)
 
 
 def marks_of(curves: Curves, events: Sequence[Event]) -> list[Mark]:

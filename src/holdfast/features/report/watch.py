@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from holdfast.features.report.metrics import EVALUATION, TIMING, leading, metric
 from holdfast.features.report.sections import age, digits
 from holdfast.files import size_words
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -81,12 +82,12 @@ def screen(status: RunStatus, console: Console) -> RenderableType:
     bars = _BARS if console.encoding.lower().startswith("utf") else _PLAIN_BARS
     head = [_head(status), _progress(status, min(width, 120), bars)]
     if width < _TWO_COLUMNS:
-        return Group(*head, *_curves(status, width, bars), *_state_blocks(status, width), *_samples(status, width))
-    left_width, right_width = width * 3 // 5 - 2, width - width * 3 // 5
+        return Group(*head, *_curves(status, width, bars), *_state_blocks(status), *_samples(status, width))
+    left_width = width * 3 // 5 - 2
     grid = Table.grid(padding=(0, 2))
     grid.add_column(width=left_width)
-    grid.add_column(width=right_width - 2)
-    grid.add_row(Group(*_curves(status, left_width, bars)), Group(*_state_blocks(status, right_width - 2)))
+    grid.add_column(width=width - left_width - 4)
+    grid.add_row(Group(*_curves(status, left_width, bars)), Group(*_state_blocks(status)))
     return Group(*head, grid, *_samples(status, width))
 
 
@@ -222,14 +223,14 @@ def sparkline(values: Sequence[float], width: int, bars: str = _BARS) -> str:
     return "".join(" " if value is None else bars[round((value - low) * scale)] for value in means)
 
 
-def _state_blocks(status: RunStatus, width: int) -> Iterator[RenderableType]:
+def _state_blocks(status: RunStatus) -> Iterator[RenderableType]:
     """Yield ranks, checkpoints and what went wrong."""
-    makers: tuple[Callable[[RunStatus, int], Iterator[RenderableType]], ...] = (_ranks, _checkpoints, _health)
-    for maker in makers:
-        yield from maker(status, width)
+    yield from _ranks(status)
+    yield from _checkpoints(status)
+    yield from _health(status)
 
 
-def _ranks(status: RunStatus, width: int) -> Iterator[RenderableType]:
+def _ranks(status: RunStatus) -> Iterator[RenderableType]:
     if not status.ranks:
         return
     yield _title("ranks")
@@ -244,10 +245,10 @@ def _ranks(status: RunStatus, width: int) -> Iterator[RenderableType]:
         )
     if len(status.ranks) > 16:
         silent_ranks = [rank_status.rank for rank_status in status.ranks[16:] if rank_status.age > _SILENT_SECONDS]
-        yield _cell(f"and {len(status.ranks) - 16} more, {len(silent_ranks) or 'none'} of them silent"[:width])
+        yield _cell(f"and {len(status.ranks) - 16} more, {len(silent_ranks) or 'none'} of them silent")
 
 
-def _checkpoints(status: RunStatus, width: int) -> Iterator[RenderableType]:
+def _checkpoints(status: RunStatus) -> Iterator[RenderableType]:
     yield _title("checkpoints")
     present = [line for line in status.checkpoints if line.is_there]
     if not present:
@@ -256,18 +257,17 @@ def _checkpoints(status: RunStatus, width: int) -> Iterator[RenderableType]:
         size = "" if line.bytes_ is None else f"  {size_words(line.bytes_)}"
         seconds = "" if line.seconds is None else f"  {line.seconds:.2f} s"
         verified = "verified" if line.verified else "not noted as verified"
-        yield _cell(f"step {line.step}{size}{seconds}  {verified}"[:width])
+        yield _cell(f"step {line.step}{size}{seconds}  {verified}")
 
 
-def _health(status: RunStatus, width: int) -> Iterator[RenderableType]:
+def _health(status: RunStatus) -> Iterator[RenderableType]:
     trouble = [mark for mark in status.marks if mark.kind in {"failed", "stopped", "resumed", "alarm"}]
     yield _title("health")
     if not trouble:
         yield _cell("no alarm, no failure")
     for mark in trouble[-4:]:
         style = {"failed": "red", "alarm": "yellow", "stopped": "yellow"}.get(mark.kind, "green")
-        text = f"step {mark.step} {mark.kind}: {mark.text}"
-        yield _cell(text if len(text) <= width else text[: width - 1] + "…", style)
+        yield _cell(f"step {mark.step} {mark.kind}: {mark.text}", style)
 
 
 def _samples(status: RunStatus, width: int) -> Iterator[RenderableType]:
@@ -280,5 +280,5 @@ def _samples(status: RunStatus, width: int) -> Iterator[RenderableType]:
         reward = digits(item.reward) if item.reward is not None else "none"
         prompt = escaped(item.prompt)
         room = max(10, (width - 14) // 2)
-        excerpt = prompt if len(prompt) <= room else "…" + prompt[-room + 1 :]
+        excerpt = shortened(prompt, room, keeps_end=True)
         yield _cell(f"{reward:>8}  {excerpt} → {escaped(item.completion)}")

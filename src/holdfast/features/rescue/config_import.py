@@ -18,6 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.features.rescue.configuration.convert import ConvertedConfig, ConvertedLine, check_convertible, convert
 from holdfast.features.rescue.systems.table import READABLE
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 
 
 def import_config(file: Path, system: str, verb: str | None, ranks: int, to: Path | None) -> int:
@@ -147,7 +148,7 @@ def _explanation(line: ConvertedLine) -> str:
 
 
 def _about(line: ConvertedLine, conversion: ConvertedConfig) -> str:
-    value = f": {_short(line.value)}" if line.number else ""
+    value = f": {_shown(line.value)}" if line.number else ""
     return f"{_origin(line, conversion)}{value}. {_explanation(line)}"
 
 
@@ -172,12 +173,12 @@ def _unwritten_line(line: ConvertedLine, conversion: ConvertedConfig) -> str:
     targets = f" -> {' and '.join(line.targets)}" if line.by_hand else ""
     silent = line.status in {"same", "differs"} and not line.by_hand
     explanation = line.remark if silent else "; ".join(text for text in (line.remark, line.note) if text)
-    return f"{label}: {_short(line.value)}{targets}" + (f" - {explanation}" if explanation else "")
+    return f"{label}: {_shown(line.value)}{targets}" + (f" - {explanation}" if explanation else "")
 
 
-def _short(value: Any) -> str:
+def _shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else "null" if value is None else escaped(str(value))
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    return shortened(text, _LONGEST_VALUE)
 
 
 def _comment(text: str, indent: str, begin: str = "# ") -> list[str]:

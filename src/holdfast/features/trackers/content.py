@@ -11,6 +11,7 @@ from holdfast.config.public import public_configuration
 from holdfast.config.yaml12 import parse_file
 from holdfast.files import read_json
 from holdfast.text.escaping import escaped, escaped_paragraph
+from holdfast.text.shortening import shortened
 
 LONGEST_TEXT = 1000
 """Characters of a prompt or a completion in a table; the end of a longer one is kept, where the answer is."""
@@ -50,15 +51,10 @@ def completion_row(sample: Mapping[str, Any]) -> dict[str, Any]:
     reward = sample.get("reward")
     return {
         "step": int(sample["step"]),
-        "prompt": _short(str(sample.get("prompt", ""))),
-        "completion": _short(str(sample.get("completion", ""))),
+        "prompt": shortened(escaped_paragraph(str(sample.get("prompt", ""))), LONGEST_TEXT, keeps_end=True),
+        "completion": shortened(escaped_paragraph(str(sample.get("completion", ""))), LONGEST_TEXT, keeps_end=True),
         "reward": float(reward) if isinstance(reward, int | float) else None,
     }
-
-
-def _short(text: str) -> str:
-    printable = escaped_paragraph(text)
-    return printable if len(printable) <= LONGEST_TEXT else "..." + printable[-LONGEST_TEXT:]
 
 
 def flat(values: Any, path: str = "") -> dict[str, Any]:

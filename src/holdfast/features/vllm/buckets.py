@@ -27,12 +27,14 @@ from torch import Tensor
 
 from holdfast import patience
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.features.vllm.answers import RPC, inspection_of
+from holdfast.features.vllm.responses import RPC, inspection_of
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.files import died_here, machine
-from holdfast.http import EndpointRefuses, EndpointUnwell, cut
+from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.files.conversion import Header
 from holdfast.models.files.safetensors_files import plan_files, tensor_bytes, write_file
+from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 
 _MIB = 2**20
 _JOIN_SECONDS = 1.0
@@ -86,7 +88,7 @@ class Leases:
             holder, seconds_left = server.lease(self._holder, times.lease_stale_seconds, replaces)
             if holder["token"] == self._holder["token"]:
                 break
-            process = f"process {holder['pid']} on {cut(holder['host'])}"
+            process = f"process {holder['pid']} on {shortened(escaped(holder['host']), 100)}"
             is_renewed = holder["machine"] == self._holder["machine"] or seconds_left > before
             if died_here(holder) and holder["token"] != replaces:
                 replaces = holder["token"]

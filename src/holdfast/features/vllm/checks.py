@@ -9,9 +9,9 @@ from itertools import count
 import holdfast.patience
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.features.vllm.answers import ServerState
 from holdfast.features.vllm.buckets import Leases
 from holdfast.features.vllm.lora import largest_rank, why_merged
+from holdfast.features.vllm.responses import ServerState
 from holdfast.features.vllm.servers import BACKEND, ROUTES, VLLMServer, template_digest, tokenizer_digest
 from holdfast.http import EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.text.escaping import escaped

@@ -18,8 +18,8 @@ import numpy as np
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import RunStopped
-from holdfast.features.vllm.answers import Reply
 from holdfast.features.vllm.prompts import ServedPrompt
+from holdfast.features.vllm.responses import Reply
 from holdfast.features.vllm.servers import Fleet, UnexpectedWeights, VLLMServer, sampling_words
 from holdfast.http import EndpointMistaken, EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.rollout.engine import Interrupted, Request, Sampled

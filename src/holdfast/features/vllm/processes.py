@@ -6,7 +6,6 @@ of its own, and a guard ends all of it however this process ends. vLLM is not im
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from holdfast.config.sections.engine import StartConfig, VLLMEngineConfig
 from holdfast.errors import ConfigError
 from holdfast.features.vllm.lora import AdapterLimits
 from holdfast.files import read_end
+from holdfast.http import Endpoint
 from holdfast.launch.processes import Guard, end, tied_to_this_thread
 from holdfast.text.escaping import escaped
 
@@ -233,7 +233,7 @@ class Servers:
         deadline = time.monotonic() + patience.server_start_seconds
         for server in self._servers:
             # What answers may be another one that was faster to the port, from which ours then ended.
-            while (code := server.process.poll()) is not None or not answers(server.url):
+            while (code := server.process.poll()) is not None or not is_well(server.url):
                 if code is not None or time.monotonic() > deadline:
                     reason = "did not answer in time" if code is None else f"ended with exit code {code}"
                     if refusal := _refused_flags(server.log):
@@ -318,17 +318,9 @@ def keep_logs(folder: Path, run_directory: Path) -> None:
                 shutil.copyfileobj(source, file)
 
 
-def answers(url: str) -> bool:
+def is_well(url: str) -> bool:
     """Return whether the server at an address is well."""
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return Endpoint(url, None, timeout_seconds=5, attempts=1).is_well("/health")
 
 
 def tail(log: Path) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from holdfast.errors import RunStopped
-from holdfast.features.vllm.answers import prompt_tokens_of
+from holdfast.features.vllm.responses import prompt_tokens_of
 from holdfast.http import EndpointRefuses
 from holdfast.rollout.engine import Request
 

@@ -27,9 +27,9 @@ from holdfast.data.content.pixels import png_url
 from holdfast.data.tokens.marks import with_marks
 from holdfast.data.tokens.vision import ImageSide, probe_images
 from holdfast.errors import RunStopped
-from holdfast.features.vllm.answers import TopRow
 from holdfast.features.vllm.buckets import Inspection
 from holdfast.features.vllm.prompts import ServedPrompt
+from holdfast.features.vllm.responses import TopRow
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.check.rounding import rounded_otherwise

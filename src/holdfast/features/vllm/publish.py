@@ -22,13 +22,13 @@ from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.features.vllm.adapters import AdapterPublisher, adapter_headers, adapter_settings, adapter_tensors
-from holdfast.features.vllm.answers import ServerState
 from holdfast.features.vllm.buckets import Leases, Publisher
 from holdfast.features.vllm.checks import living_of, met, states_of
 from holdfast.features.vllm.engine import VLLMEngine
 from holdfast.features.vllm.lora import why_merged
 from holdfast.features.vllm.nccl import NCCLPublisher, refuse_nccl
 from holdfast.features.vllm.proof import Proof, Prover, Suspects
+from holdfast.features.vllm.responses import ServerState
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.features.vllm.speculation import Acceptance
 from holdfast.http import EndpointRefuses, EndpointUnwell

@@ -1,7 +1,7 @@
 """Clients of vLLM servers. They request completions as token ids, read a server's state, and send pushes.
 
 Nothing here imports vLLM. One request is one completion, with its own seed. What a server answers is checked before it
-counts (`answers.py`): 200 with fewer tokens than were asked for, tokens of weights that nobody pushed, and tokens
+counts (`responses.py`): 200 with fewer tokens than were asked for, tokens of weights that nobody pushed, and tokens
 without their log-probabilities are all answers that a server gives.
 
 Of several, requests go to the living one with the fewest; one that died gets none until weights are pushed to it.
@@ -20,11 +20,11 @@ from urllib.parse import urlencode
 
 import xxhash
 
-from holdfast.answers import LARGEST_VOCABULARY
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import RunStopped
-from holdfast.features.vllm.answers import (
+from holdfast.features.vllm.prompts import ServedPrompt
+from holdfast.features.vllm.responses import (
     GENERATE,
     MODELS,
     RPC,
@@ -40,8 +40,8 @@ from holdfast.features.vllm.answers import (
     server_state_of,
     tops_of,
 )
-from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.http import Endpoint, EndpointBusy, EndpointRefuses, EndpointUnwell, api_key
+from holdfast.responses import LARGEST_VOCABULARY
 from holdfast.types import Finish
 
 BACKEND = "holdfast"

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from holdfast.answers import first_choice
 from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
+from holdfast.responses import first_choice
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.rules import FIELD, cell
 from holdfast.text.numbers import number_as_text
+from holdfast.text.shortening import shortened
 
 _ROUTE = "/chat/completions"
 _THREADS = 64
@@ -47,7 +48,7 @@ class Judge:
         try:
             rating = float(number or "")
         except ValueError as error:
-            raise EndpointRefuses(f"the judge's answer holds no number: {answer[:120]!r}") from error
+            raise EndpointRefuses(f"the judge's answer holds no number: {shortened(answer, 120)!r}") from error
         return rating / float(self.section["scale"])
 
     @cached_property

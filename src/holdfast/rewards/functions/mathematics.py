@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from holdfast.rewards.base import CannotStart, Sample, describe_error
-from holdfast.rewards.functions.answers import (
+from holdfast.rewards.functions.final_answers import (
     MarkedAnswer,
     Quantity,
     decimal_places,

@@ -23,28 +23,28 @@ def frame(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-def write(descriptor: int, payload: bytes, patience_seconds: float | None = None) -> None:
+def write(descriptor: int, payload: bytes, timeout_seconds: float | None = None) -> None:
     """Write a whole message to a blocking descriptor.
 
     Raises:
-        TimeoutError: The reader accepted nothing for `patience_seconds`.
+        TimeoutError: The reader accepted nothing for `timeout_seconds`.
     """
     remaining = memoryview(frame(payload))
     while remaining:
         piece = remaining
-        if patience_seconds is not None:
-            if not _becomes(select.POLLOUT, descriptor, patience_seconds):
+        if timeout_seconds is not None:
+            if not _becomes(select.POLLOUT, descriptor, timeout_seconds):
                 raise TimeoutError
             piece = remaining[: select.PIPE_BUF]  # what a pipe that is ready takes without blocking
         remaining = remaining[os.write(descriptor, piece) :]
 
 
-def has_come(descriptor: int, patience_seconds: float) -> bool:
+def has_come(descriptor: int, timeout_seconds: float) -> bool:
     """Wait for bytes, or the end; return whether they came in time."""
-    return _becomes(select.POLLIN, descriptor, patience_seconds)
+    return _becomes(select.POLLIN, descriptor, timeout_seconds)
 
 
-def _becomes(event: int, descriptor: int, patience_seconds: float) -> bool:
+def _becomes(event: int, descriptor: int, timeout_seconds: float) -> bool:
     """Wait for an event in many short slices.
 
     If this process and its peer are suspended together and continue later, a single long wait would count that time;
@@ -52,7 +52,7 @@ def _becomes(event: int, descriptor: int, patience_seconds: float) -> bool:
     """
     poll = select.poll()
     poll.register(descriptor, event)
-    return any(poll.poll(math.ceil(1000 * patience_seconds / _SLICES)) for _ in range(_SLICES))
+    return any(poll.poll(math.ceil(1000 * timeout_seconds / _SLICES)) for _ in range(_SLICES))
 
 
 def read_frame(descriptor: int, deadline: float | None = None, most_bytes: int | None = None) -> bytes | None:

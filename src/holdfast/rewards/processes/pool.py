@@ -167,7 +167,7 @@ class RewardPool:
         """End every process; closed already, do nothing."""
         self._end(patience.current.pool_close_seconds)
 
-    def _end(self, patience_seconds: float) -> None:
+    def _end(self, timeout_seconds: float) -> None:
         process, self._process = self._process, None
         if process is None:
             return
@@ -175,7 +175,7 @@ class RewardPool:
         assert process.stdout is not None
         try:
             process.stdin.close()
-            process.wait(patience_seconds)
+            process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             pass
         finally:

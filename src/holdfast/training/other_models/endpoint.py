@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.answers import Field, first_choice
 from holdfast.config.sections.server import ServerConfig
 from holdfast.http import Endpoint, EndpointRefuses, api_key
+from holdfast.responses import Field, first_choice
 
 _MODELS, _COMPLETIONS = "/models", "/completions"
 """Routes whose answers are read."""

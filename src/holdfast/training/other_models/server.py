@@ -21,6 +21,7 @@ from holdfast.data.batches.packing import places, to_device
 from holdfast.errors import ConfigError, ModelError, RunStopped
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.parallel.collectives import RankGroup
+from holdfast.text.shortening import shortened
 from holdfast.training.other_models.endpoint import CompletionServer, ServedModel
 from holdfast.training.run import ShardedModel
 from holdfast.training.setup.model import probe_logprobs
@@ -247,7 +248,7 @@ def _check_tokenizer(server: CompletionServer, tokenizer: Any, role: Role) -> bo
         if not same:
             raise ModelError(
                 f"{role.section}: {server.model} at {server.section.url} has another tokenizer than the "
-                f"{role.trained}: of {text[:40]!r} it makes {len(theirs)} tokens ({_first(theirs)}), the "
+                f"{role.trained}: of {shortened(text, 40)!r} it makes {len(theirs)} tokens ({_first(theirs)}), the "
                 f"{role.trained} {len(ours)} ({_first(ours)}). Serve a model with the {role.trained}'s tokenizer."
             )
         compared = True

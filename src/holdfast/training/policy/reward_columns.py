@@ -11,6 +11,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.rewards.base import Sample, SampleOutcome
 from holdfast.text.numbers import number_as_text
+from holdfast.text.shortening import shortened
 from holdfast.training.policy.run import PolicyEvaluation
 from holdfast.training.policy.scoring import progress_of
 from holdfast.training.setup.rows import OpenedData
@@ -184,7 +185,7 @@ def _report_unreadable(
     count, lost = sum(number for number, _ in everyone), [answer for _, answers in everyone for answer in answers]
     if not lost:
         return
-    examples = ", ".join(repr(answer[:_SHOWN]) for answer in list(dict.fromkeys(lost))[:3])
+    examples = ", ".join(repr(shortened(answer, _SHOWN)) for answer in list(dict.fromkeys(lost))[:3])
     sentence = f"reward {reward} cannot read {len(lost)} of {count} answers of {label}: {examples}"
     several = is_first and policy.several_sources
     if len(lost) == count and not several:

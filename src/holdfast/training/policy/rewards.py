@@ -57,7 +57,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     setting = Setting.of(config, base, world)
     ranks = setting.ranks
     if live is not None and live.rewards:
-        functions = live.rewards
+        functions = tuple(live.rewards.values())
         here = ranks.on_all_ranks(lambda: InProcessRewards(functions, config.reward, section))
         ranks.close()
         yield OpenRewards(here.score, _of_rows(here.columns, config), try_out=here.try_out)

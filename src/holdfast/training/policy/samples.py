@@ -11,6 +11,7 @@ from holdfast.data.content.images import ImageFiles
 from holdfast.errors import DataError
 from holdfast.metrics.progress import terminal_width
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.policy.sample_images import image_name, small_images
@@ -212,7 +213,8 @@ def sample_table(picked: Sequence[tuple[str, SampleRow]], step: int, width: int 
 
     items = [item for _, item in picked]
     reward_names = _reward_names(items)
-    rows = [[" " * 6, *_ALWAYS[1:], *(_short(name, _LONGEST_NAME) for name in reward_names[:_MOST_PARTS])]]
+    names = [shortened(escaped(name), _LONGEST_NAME, keeps_end=True) for name in reward_names[:_MOST_PARTS]]
+    rows = [[" " * 6, *_ALWAYS[1:], *names]]
     rows += [[label, *_numbers(item, reward_names[:_MOST_PARTS])] for label, item in picked]
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     while width is not None and len(widths) > len(_ALWAYS) and _taken(widths) + _SHORTEST_TEXT > width:
@@ -250,7 +252,8 @@ def _numbers(item: SampleRow, reward_names: Sequence[str]) -> list[str]:
 
 def _spoken(item: SampleRow, room: int | None) -> str:
     arrow, cut = " -> ", " (cut)" if item.finish == Finish.LENGTH.value else ""
-    prompt, completion = _short(item.question or item.prompt, _LONGEST), _short(_conversation(item), _LONGEST)
+    said = (item.question or item.prompt, _conversation(item))
+    prompt, completion = (shortened(escaped(text), _LONGEST, keeps_end=True) for text in said)
     if room is not None:
         prompt, completion = _shared(prompt, completion, room - len(arrow) - len(cut))
     return f"{prompt}{arrow}{completion}{cut}"
@@ -268,26 +271,9 @@ def _shared(first: str, second: str, room: int) -> tuple[str, str]:
     """Return the ends of two texts that have this many columns together: half each, or what the other one leaves."""
     from rich.cells import cell_len
 
-    first = _end(first, max(room // 2, room - cell_len(second)))
-    return first, _end(second, room - cell_len(first))
-
-
-def _end(text: str, room: int) -> str:
-    """Return a text, or what of its end has room behind an ellipsis; some characters take two columns."""
-    from rich.cells import cell_len
-
-    if cell_len(text) <= room:
-        return text
-    start = max(len(text) - room + len("..."), 0)
-    while cell_len(text[start:]) > room - len("..."):
-        start += 1
-    return "..." + text[start:]
+    first = shortened(first, max(room // 2, room - cell_len(second)), keeps_end=True, width=cell_len)
+    return first, shortened(second, room - cell_len(first), keeps_end=True, width=cell_len)
 
 
 def _decimal(value: float | None) -> str:
     return "none" if value is None else f"{value:.2f}"
-
-
-def _short(text: str, longest: int) -> str:
-    one_line = escaped(text)
-    return one_line if len(one_line) <= longest else "..." + one_line[-longest:]

@@ -50,7 +50,7 @@ class Checkpoints:
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
         self._first_step = 0
-        self._patience = 60 * self._config.timeout_minutes
+        self._still_seconds = 60 * self._config.timeout_minutes
 
     def __enter__(self) -> Checkpoints:
         """Take the directory, and put the run where its newest verified checkpoint left it.
@@ -100,7 +100,7 @@ class Checkpoints:
             read_back=self._config.read_back,
             reached=self._reached,
             late=run.setting.world.failure.late_in_background,
-            patience=self._wait_for_save,
+            wait_for_all=self._wait_for_save,
         )
         self._contents = Contents(run)
         self._rehearsals = Rehearsals(run, self.session, self._contents)
@@ -128,7 +128,7 @@ class Checkpoints:
             elif issubclass(kind, Exception):
                 # A save waits for all ranks: where one is lost, as long as a save before an error may take is enough.
                 lost = error is not None and self._run.setting.world.failure.broken_by_peer(error)
-                hangs = not self._collect_before_leaving(self._config.grace_seconds if lost else self._patience)
+                hangs = not self._collect_before_leaving(self._config.grace_seconds if lost else self._still_seconds)
         finally:
             self._leave_nothing(error)  # while nobody else can have taken it
             self._stack.close()
@@ -330,7 +330,7 @@ class Checkpoints:
         return self._emergency.save()
 
     def _save_in_emergency(self, moment: StepState, ranks: RankGroup) -> Manifest | None:
-        if not self._collect_before_leaving(self._patience):
+        if not self._collect_before_leaving(self._still_seconds):
             return None  # it would hang where that one does
         newest = self.session.newest
         if moment.step == 0 or (newest is not None and newest.step == moment.step):

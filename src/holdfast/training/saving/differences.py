@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.config.base import Section
 from holdfast.config.tree import all_keys
 from holdfast.config.verbs.training import TrainingConfig
+from holdfast.text.shortening import shortened
 from holdfast.training.fingerprints import IMAGE_RULES
 from holdfast.training.run import Identity
 
@@ -99,7 +100,7 @@ def _plain(text: str | None) -> Any:
 
 def _shown(value: Any) -> str:
     text = "absent" if value is _ABSENT else str(value) if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    return shortened(text, 43)
 
 
 def has_default(config: TrainingConfig | None, path: str, value: Any) -> bool:

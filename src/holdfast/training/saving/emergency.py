@@ -117,8 +117,8 @@ def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_secon
         SaveFailed: Nothing has moved on any rank until long after the others gave up.
     """
     slack_seconds = patience.current.save_slack_seconds if slack_seconds is None else slack_seconds
-    patience_seconds = 60 * minutes + slack_seconds
-    deadline = time.monotonic() + patience_seconds
+    longest_seconds = 60 * minutes + slack_seconds
+    deadline = time.monotonic() + longest_seconds
     last_progress: dict[int, tuple[str, int]] = {}
     while True:
         progress = ranks.gather(
@@ -129,7 +129,7 @@ def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_secon
             return
         failed = any(status == "failed" for status, _, _ in progress)  # then nothing is saved, whatever still moves
         if not failed and any(last_progress.get(rank) != position for rank, position in waiting.items()):
-            deadline = time.monotonic() + patience_seconds
+            deadline = time.monotonic() + longest_seconds
         elif progress[0][2]:
             session.abandon()
             session.broken = LOST_A_RANK

@@ -29,6 +29,7 @@ from holdfast.data.batches.cursor import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
+from holdfast.text.shortening import shortened
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
 from holdfast.training.saving.differences import changed_fingerprints, is_gone
@@ -345,7 +346,7 @@ def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(map(str, first["loc"]))
-        problem = "missing" if first["type"] == "missing" else f"{_short(first['input'])}: {first['msg']}"
+        problem = "missing" if first["type"] == "missing" else f"{shortened(repr(first['input']), 43)}: {first['msg']}"
         raise ValueError(f"{location} is {problem}") from error
     if saved.state.step != step:
         raise ValueError(f"state.step is {saved.state.step}, and the checkpoint is of step {step}")
@@ -354,8 +355,3 @@ def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
         raise ValueError(f"stream.sizes has {len(saved.stream.sizes)} entries, for {needed + 1} sources or more")
     if run.ahead is not None:
         run.ahead.check(shared.get("ahead", []))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,9 @@ class Live:
     model: Any = None
     tokenizer: Any = None
     objective: Objective | None = None
-    observers: tuple[Callable[..., object], ...] = ()
-    rewards: tuple[Callable[..., object], ...] = ()
-    """Reward functions, called in this process."""
+    observers: Sequence[Callable[..., object]] = ()
+    rewards: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+    """Reward functions by name, called in this process."""
     environment: Any = None
     """What the section `environment` names by its import path."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.features.vllm.processes import answers
+from holdfast.features.vllm.processes import is_well
 from holdfast.rollout.engine import generate
 from tests.features.vllm.real.conftest import Fleet, Policy
 from tests.features.vllm.real.test_pushes import requests
@@ -35,7 +35,7 @@ def test_a_server_that_dies_in_a_rollout_changes_no_sample_and_comes_back(
 
     assert [each.tokens.tolist() for each in disturbed] == [each.tokens.tolist() for each in undisturbed]
     deadline = time.monotonic() + 300
-    while not answers(fleet.urls[1]) and time.monotonic() < deadline:
+    while not is_well(fleet.urls[1]) and time.monotonic() < deadline:
         time.sleep(0.5)
     gone = psutil.wait_procs([psutil.Process(each.pid) for each in processes if psutil.pid_exists(each.pid)], 5)[1]
     assert not [each for each in gone if each.status() != psutil.STATUS_ZOMBIE]

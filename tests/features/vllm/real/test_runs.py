@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from holdfast.features.vllm.processes import answers
+from holdfast.features.vllm.processes import is_well
 from tests.features.vllm.real.conftest import Fleet, tree_of
 
 REWARD = """
@@ -152,10 +152,10 @@ def test_a_run_whose_server_is_killed_goes_on_with_the_other_and_has_it_back(
     os.kill(fleet.servers.processes[1].pid, signal.SIGKILL)
     ended = process.communicate(timeout=600)[0]
     deadline = time.monotonic() + 300
-    while not answers(fleet.urls[1]) and time.monotonic() < deadline:
+    while not is_well(fleet.urls[1]) and time.monotonic() < deadline:
         time.sleep(0.5)
 
     assert process.returncode == 0, ended
     assert fleet.urls[1] in ended  # it is named
     check(directory, staleness)
-    assert answers(fleet.urls[1])
+    assert is_well(fleet.urls[1])

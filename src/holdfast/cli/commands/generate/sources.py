@@ -27,6 +27,7 @@ from holdfast.cli.commands.generate.plain_generation import (
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ConfigError, DataError, HoldfastError, ModelError, UserError
 from holdfast.text.escaping import escaped, escaped_paragraph
+from holdfast.text.shortening import shortened
 from holdfast.training.directory import IDENTITY
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _print_one(source: ModelSource, completions: Iterator[Completion], *, as_jso
         return
     print(escaped(source.words), flush=True)
     for completion in completions:
-        print(f"--- {escaped(_short(completion.prompt))}", flush=True)
+        print(f"--- {escaped(shortened(completion.prompt, _SHOWN))}", flush=True)
         print(escaped_paragraph(completion.completion), flush=True)
 
 
@@ -137,13 +138,9 @@ def _print_several(sources: Sequence[ModelSource], written: Sequence[Sequence[Co
     for source in sources:
         table.add_column(Text(escaped(source.words)), overflow="fold")
     for completions in zip(*written, strict=True):
-        prompt = Text(escaped(_short(completions[0].prompt)))
+        prompt = Text(escaped(shortened(completions[0].prompt, _SHOWN)))
         table.add_row(prompt, *(Text(escaped_paragraph(completion.completion)) for completion in completions))
     Console().print(table)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
 def _prompts(request: CompletionRequest) -> list[str]:
@@ -162,7 +159,9 @@ def _prompts(request: CompletionRequest) -> list[str]:
         if not prompt:
             raise UserError(f"Prompt {number} of {len(prompts)} is empty. Give a text to complete.")
         if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise UserError(f"Prompt {number} of {len(prompts)} is no UTF-8 text: {escaped(_short(prompt))}.")
+            raise UserError(
+                f"Prompt {number} of {len(prompts)} is no UTF-8 text: {escaped(shortened(prompt, _SHOWN))}."
+            )
     return prompts
 
 

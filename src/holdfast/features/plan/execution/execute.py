@@ -56,7 +56,7 @@ from holdfast.rollout.local.recurrent import why_not_in_process
 from holdfast.training.phases import PhaseClock
 from holdfast.training.run import Logbook, Setting, Trained
 from holdfast.training.setup.optimizers import LOW_BIT, build_optimizer
-from holdfast.types import answered_by
+from holdfast.types import host_values_from
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ def _executed_on_devices(config: TrainingConfig, base: Path, spec: RankSpec) -> 
             log=Logbook(clock=_Phases(counts.ledger, counts.traffic)),
             without_numbers=partial(counts.without_numbers, mode),
         )
-        stack.enter_context(answered_by(counts.answer))
+        stack.enter_context(host_values_from(counts.answer))
         stack.enter_context(watched_storages(counts.ledger))
         stack.enter_context(contextlib.redirect_stdout(_NullWriter()))
         step = planned_step(setting, counts.ledger, counts.traffic)

@@ -45,7 +45,7 @@ from holdfast.training.policy.ahead import largest_ahead
 from holdfast.training.run import Run
 from holdfast.training.saving.run_snapshot import Contents
 from holdfast.training.setup.optimizers import averages_of, build_optimizer, stacks_of, vocabulary_of
-from holdfast.types import answered_by
+from holdfast.types import host_values_from
 
 CHUNK_BYTES = 560
 """Size of what a file's header and the manifest say of one stored chunk."""
@@ -109,7 +109,7 @@ def learned_states(config: TrainingConfig, policy: PolicyModel) -> dict[str, Ten
     """
     if isinstance(config.optim, UserOptimizerConfig):
         return None
-    with FakeTensorMode(allow_non_fake_inputs=True), answered_by(lambda tensor, _: np.ones(tuple(tensor.shape))):
+    with FakeTensorMode(allow_non_fake_inputs=True), host_values_from(lambda tensor, _: np.ones(tuple(tensor.shape))):
         parameters = {
             name: nn.Parameter(
                 torch.empty(tuple(original.shape), dtype=original.dtype), requires_grad=original.requires_grad

@@ -15,6 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.features.rescue.configuration.facts import Facts, ForeignKey, KeyOutcome, NotConverted
 from holdfast.features.rescue.configuration.rules import RULES
 from holdfast.features.rescue.systems.table import READABLE, VERBS, KeyEntry, KeyTable, load_key_table, spelled
+from holdfast.text.shortening import shortened
 
 _TRUTH_VALUES = {"yes": True, "on": True, "no": False, "off": False}
 """Truth values of YAML 1.1, which the other systems read."""
@@ -108,7 +109,7 @@ def _leaves(document: Document, table: KeyTable) -> Iterator[tuple[KeyPath, Any]
             if is_section and dotted not in table.entries and not isinstance(value, Mapping) and value is not None:
                 raise ConfigError(
                     f"{document.where(here)}: {dotted} has keys of its own in {table.title}, and here it is "
-                    f"{spelled(value)[:40]!r}. Write keys and values below it."
+                    f"{shortened(spelled(value), 40)!r}. Write keys and values below it."
                 )
             if isinstance(value, Mapping) and value and dotted not in table.entries:
                 yield from walk(value, here)

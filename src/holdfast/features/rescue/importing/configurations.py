@@ -18,6 +18,7 @@ from holdfast.errors import ConfigError, ModelError
 from holdfast.features.rescue.reading.record import ForeignCheckpoint
 from holdfast.files import read_json
 from holdfast.models.setup.model import configured
+from holdfast.text.shortening import shortened
 from holdfast.training.run import Run
 
 _MEANS_NOTHING = re.compile(
@@ -83,12 +84,7 @@ def _differences(foreign: Mapping[str, Any], ours: Mapping[str, Any], prefix: st
         if isinstance(foreign_value, Mapping) and isinstance(our_value, Mapping):
             yield from _differences(foreign_value, our_value, f"{name}.")
         else:
-            yield f"{name} is {_short(foreign_value)} there and {_short(our_value)} here"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+            yield f"{name} is {shortened(repr(foreign_value), 60)} there and {shortened(repr(our_value), 60)} here"
 
 
 def _compare_adapters(checkpoint: ForeignCheckpoint, lora: LoRAConfig) -> list[str]:
@@ -106,7 +102,7 @@ def _compare_adapters(checkpoint: ForeignCheckpoint, lora: LoRAConfig) -> list[s
             f"no {_ADAPTERS} states the scale of its adapters: model.lora.alpha of this run, {lora.alpha:g}, must be it"
         ]
     differing = [
-        f"{key} is {_short(stored[key])} there and {value!r} here"
+        f"{key} is {shortened(repr(stored[key]), 60)} there and {value!r} here"
         for key, value in settings.items()
         if key in stored and stored[key] != value
     ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from holdfast.checkpoint.place.memory import new_memory
 from holdfast.errors import UserError
+from holdfast.text.shortening import shortened
 
 FindingKind = Literal["damage", "unverified", "repair", "loss", "note"]
 StateKind = Literal["weights", "optimizer"]
@@ -39,8 +40,8 @@ _MOST = 2**53
 
 def never_written(source: object, error: BaseException) -> str:
     """Return the message for a value that its system never writes; of the error, only short texts are quoted."""
-    texts = [text for text in error.args if isinstance(text, str)]
-    return f"{source} holds what its system never writes: {type(error).__name__} {' '.join(texts)[:120]}".rstrip(" .")
+    said = shortened(" ".join(text for text in error.args if isinstance(text, str)), 120)
+    return f"{source} holds what its system never writes: {type(error).__name__} {said}".rstrip(" .")
 
 
 def refuse_outside(path: Path, within: Path) -> None:

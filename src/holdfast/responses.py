@@ -1,4 +1,4 @@
-"""Read the JSON answers of servers field by field: of engines, references, teachers and judges.
+"""Read the JSON responses of servers field by field: of engines, references, teachers and judges.
 
 A server that another version, a proxy or a mistake stands behind answers 200 with whatever it has. Nothing is converted
 on the way: `"3"` is no token, `true` is no number, and a refused value is named by its route and its path.
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from holdfast.http import EndpointMistaken
 from holdfast.text.escaping import escaped
+from holdfast.text.shortening import shortened
 
 LARGEST_VOCABULARY = 2**31
 _NO_NUMBER = -9999.0
@@ -26,20 +27,20 @@ _ABSENT = object()
 
 
 class Field(NamedTuple):
-    """A value in an answer, with its path. Its methods raise EndpointMistaken for a value of another type."""
+    """A value in a response, with its path. Its methods raise EndpointMistaken for a value of another type."""
 
     route: str
     value: Any
     path: tuple[str | int, ...] = ()
 
     def refuse(self, needed: str) -> NoReturn:
-        """Refuse the answer for this value.
+        """Refuse the response for this value.
 
         Raises:
             EndpointMistaken: Always.
         """
         steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).lstrip(".")
-        subject = f"{_shortened(escaped(steps))} {_shown(self.value)}".lstrip()
+        subject = f"{shortened(escaped(steps), _SHOWN)} {_shown(self.value)}".lstrip()
         raise EndpointMistaken(f"answers {self.route} with {subject}, where {needed} is needed")
 
     @property
@@ -146,7 +147,7 @@ class Field(NamedTuple):
             vocabulary: Number of tokens that there are.
 
         Returns:
-            Log-probabilities by token, in the order of the answer.
+            Log-probabilities by token, in the order of the response.
         """
         rows = self.items(1)
         if length is not None and len(rows) != length:
@@ -165,9 +166,9 @@ def _is_endless(value: float) -> bool:
     return isinstance(value, int) and value.bit_length() > _MOST_BITS
 
 
-def first_choice(route: str, answer: Any) -> Field:
-    """Return the first completion of an answer."""
-    return Field(route, answer).key("choices").items(1)[0]
+def first_choice(route: str, response: Any) -> Field:
+    """Return the first completion of a response."""
+    return Field(route, response).key("choices").items(1)[0]
 
 
 def _shown(value: Any) -> str:
@@ -178,8 +179,4 @@ def _shown(value: Any) -> str:
         return "an object" if value else "an empty object"
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return _shortened(json.dumps(value))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return shortened(json.dumps(value), _SHOWN)

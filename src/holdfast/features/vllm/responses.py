@@ -1,4 +1,4 @@
-"""Reads what vLLM servers answer to an engine: completions, proofs, and what a server says of itself."""
+"""Read the responses of vLLM servers to an engine: completions, proofs, and what a server says of itself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.answers import LARGEST_VOCABULARY, Field, first_choice
 from holdfast.http import EndpointRefuses
+from holdfast.responses import LARGEST_VOCABULARY, Field, first_choice
 from holdfast.text.escaping import escaped
 from holdfast.types import Finish
 
 MODELS, RPC, GENERATE = "/v1/models", "/collective_rpc", "/inference/v1/generate"
-"""Routes whose answers are read."""
+"""Routes whose responses are read."""
 _LARGEST_BLOCK = 65536
 """Of a cache of keys and values, in tokens: the proof of a push has a sequence that is longer than a block."""
 _LONGEST_LEASE_SECONDS = 86400

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.answers import Field
 from holdfast.http import EndpointMistaken
+from holdfast.responses import Field
 
 
 def test_a_name_in_the_path_of_a_value_is_cut() -> None:
@@ -14,4 +14,4 @@ def test_a_name_in_the_path_of_a_value_is_cut() -> None:
     with pytest.raises(EndpointMistaken) as error:
         field.text()
 
-    assert str(error.value) == f"answers /route with {'x' * 60}... 3, where a text is needed"
+    assert str(error.value) == f"answers /route with {'x' * 57}... 3, where a text is needed"
