@@ -245,13 +245,13 @@ def test_a_job_of_this_machine_that_is_stopped_holds_the_directory_until_it_is_k
 
 def test_another_process_that_has_the_number_of_a_dead_one_by_now_holds_nothing(tmp_path: Path) -> None:
     file = leave_lease(tmp_path / "c", 1)
-    holder = {"pid": os.getpid(), "machine": machine(), "started": 1.0, "token": "theirs"}
+    holder = {"pid": os.getppid(), "machine": machine(), "started": 1.0, "token": "theirs"}
     file.write_text(json.dumps(holder))
 
     with Lease(LocalStorage(tmp_path / "c")):
         pass
 
-    file.write_text(json.dumps(holder | {"started": started(os.getpid())}))
+    file.write_text(json.dumps(holder | {"started": started(os.getppid())}))
     with pytest.raises(DirectoryTaken):
         Lease(LocalStorage(tmp_path / "c")).__enter__()
 

@@ -30,7 +30,7 @@ ROOT_KEYS = (
         ("num_train_epochs: 3", "num_train_epochs", "epochs"),
         ("optim: {clipnorm: 1}", "optim.clipnorm", "clip_norm"),
         ("metrics: {log_evry: 2}", "metrics.log_evry", "log_every"),
-        ("zzz: 1", "zzz", ROOT_KEYS),
+        pytest.param("zzz: 1", "zzz", ROOT_KEYS, id="zzz"),
         ("launch: {rank: 2}", "launch.rank", "ranks"),
         ("evaluation: {sets: {a: {path: x, weigth: 1}}}", "evaluation.sets.a.weigth", "weight"),
     ],

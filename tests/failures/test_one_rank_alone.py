@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from holdfast.checkpoint.place.layout import TENSORS
+from holdfast.checkpoint.place.layout import REHEARSAL, TENSORS
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.saving.rehearsal import NONCE, run_rehearsal
+from holdfast.checkpoint.saving.rehearsal import run_rehearsal
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
@@ -227,7 +227,11 @@ AGREED: dict[str, tuple[Callable[[World, str], None], str, str]] = {
     "observer": (observer_that_exits, "ObserverFailed", "exits.py:observer failed at step 1: SystemExit"),
     "filter": (filter_that_exits, "DataError", "data.filter exits.py:accept raised SystemExit"),
     "head": (head_of_other_numbers, "ModelError", "follow from its output layer by another rule"),
-    "deletion of the nonce": (partial(place_without_deletion, kept=NONCE), "RehearsalFailed", NONCE),
+    "deletion of the nonce": (
+        partial(place_without_deletion, kept=f"{REHEARSAL}0"),
+        "RehearsalFailed",
+        f"({REHEARSAL}0-",
+    ),
     "deletion of tensors": (partial(place_without_deletion, kept=TENSORS), "RehearsalFailed", f"/{TENSORS})"),
     "description": (description_that_cannot_be_written, "ConfigError", "config.resolved.yaml"),
     "completions": (completions_that_cannot_be_written, "RunStopped", "completions"),
