@@ -116,6 +116,32 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_an
     assert log_of(tmp_path / "stopped") == log_of(tmp_path / "straight")
 
 
+@pytest.mark.slow
+def test_a_run_goes_back_to_an_earlier_step_and_branches_by_an_address(
+    pools: Any, server: dict[str, str], tmp_path: Path
+) -> None:
+    place = "s3://bucket/gone-back"
+    values = values_of(tmp_path / "there", steps=4, checkpoint={"storage": place})
+    pools(2).run(train_there, values, server)
+    storage = open_storage(place)
+    before = storage.read("step-00000004/manifest.json")
+
+    back = {"storage": place, "resume": {"from": 2}}
+    pools(2).run(train_there, values | {"steps": 6, "checkpoint": values["checkpoint"] | back}, server)
+    branch = values_of(
+        tmp_path / "branch", steps=6, checkpoint={"resume": {"from": f"{place}/step-00000004"}}, run={"name": "branch"}
+    )
+    pools(2).run(train_there, branch, server)
+
+    assert list(steps(storage)) == [2, 4, 6]
+    (later,) = (name for name in storage.names() if name.startswith(".later-step-00000004-"))
+    assert storage.read(f"{later}/manifest.json") == before
+    for name in steps(storage).values():
+        verify(f"{place}/{name}")
+    pools(2).run(train_there, values_of(tmp_path / "straight", steps=6), server)
+    assert log_of(tmp_path / "there") == log_of(tmp_path / "straight")
+
+
 @pytest.mark.parametrize("deletes", [False, True])
 def test_a_checkpoint_that_is_half_put_aside_loses_no_file(server: dict[str, str], *, deletes: bool) -> None:
     class Dies(FsspecBucket):
