@@ -41,7 +41,7 @@ def test_a_hung_sample_is_killed_and_named_and_the_others_are_unaffected(start: 
     assert [each.reward for each in found] == [1.0, None, None, 2.0, 1.0, 2.0, 1.0, 2.0]
     assert [each.fault for each in found] == [None, "timeout", "timeout", None, None, None, None, None]
     assert found[1].drop == "sample"
-    assert found[1].message == f"reward reward gave no answer in 1 s; sample 1: {('slow ' * 30)[:80]!r}"
+    assert found[1].message == f"reward reward gave no answer in 1 s; sample 1: {('slow ' * 30)[:77] + '...'!r}"
 
 
 def test_a_hung_sample_of_a_batch_is_found_by_asking_one_by_one(start: Start) -> None:
