@@ -66,7 +66,7 @@ def tree(options: argparse.Namespace, **sections: Any) -> dict[str, Any]:
         "run": {"dir": tempfile.mkdtemp(prefix="holdfast-learning-")},
         "optim": {**OPTIMIZER, "lr": RATE, "schedule": "constant", "clip_norm": 1.0},
         "launch": {"device": options.device},
-        "checkpoint": {"rehearsal": {"enabled": False}, "at_end": False},
+        "checkpoint": {"rehearsal": False, "at_end": False},
         **sections,
     }
 

@@ -44,7 +44,7 @@ def main() -> None:
             "tokens_per_micro_batch": 16 * sft_vs_trl.LONGEST,
         },
         "optim": {"lr": 1e-5, "schedule": "constant"},
-        "checkpoint": {"rehearsal": {"enabled": False}, "at_end": False, "export_at_end": False},
+        "checkpoint": {"rehearsal": False, "at_end": False, "export_at_end": False},
     }
     config = from_mapping(tree, SFTConfig)
     starts: list[float] = []

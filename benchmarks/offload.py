@@ -58,7 +58,7 @@ def settings(device: str, trained: str, offload: list[str]) -> Any:
         "data": {"path": "rows", "batch_size": 1, "max_length": tokens, "tokens_per_micro_batch": tokens},
         "optim": {"lr": 1e-5, "schedule": "constant"},
         "parallel": {"offload": offload},
-        "checkpoint": {"rehearsal": {"enabled": False}, "at_end": False, "export_at_end": False},
+        "checkpoint": {"rehearsal": False, "at_end": False, "export_at_end": False},
         "metrics": {"progress": "off"},
     }
     return from_mapping(tree, SFTConfig)

@@ -99,7 +99,7 @@ def holdfast(case: Case, device: str) -> None:
         "launch": {"device": device},
         "run": {"dir": directory, "name": "arm"},
         "metrics": {"progress": "off"},
-        "checkpoint": {"rehearsal": {"enabled": False}, "at_end": False, "export_at_end": False},
+        "checkpoint": {"rehearsal": False, "at_end": False, "export_at_end": False},
     }
     language_model = random_model(case.model, device).cpu()
     meter = Meter(device)

@@ -106,7 +106,7 @@ def holdfast(*arguments: str | Path, quiet: bool = False) -> subprocess.Complete
     return done
 
 
-NO_SAVES = {"rehearsal": {"enabled": False}, "at_end": False, "export_at_end": False}
+NO_SAVES = {"rehearsal": False, "at_end": False, "export_at_end": False}
 
 
 def stall(machine: Machine) -> bool:

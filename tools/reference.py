@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from holdfast.cli import main as command_line
-from holdfast.config.base import kinds_of
+from holdfast.config.base import keys_of, kinds_of
 from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.features.rescue.systems.table import VERBS, load_key_table
@@ -69,7 +69,7 @@ def places(place: Place, known: dict[type[BaseModel], Place]) -> None:
     if place.section in known:
         return
     known[place.section] = place
-    fields = place.section.model_fields
+    fields = keys_of(place.section)
     for name in sorted(fields, key=lambda name: not fields[name].is_required()):
         held = KeyType((place.section,)).below(name)
         path = f"{place.path}.{name}".lstrip(".") + (".*" if held.several else "")
@@ -125,7 +125,7 @@ def value_text(value: object) -> str:
 
 def rows(place: Place, known: Mapping[type[BaseModel], Place]) -> Iterator[str]:
     properties = place.section.model_json_schema()["properties"]
-    for name, field in place.section.model_fields.items():
+    for name, field in keys_of(place.section).items():
         if place.is_alternative and name == "kind" and len(kinds_of(place.section)) == 1:
             continue
         held = KeyType((place.section,)).below(name)
@@ -138,7 +138,7 @@ def rows(place: Place, known: Mapping[type[BaseModel], Place]) -> Iterator[str]:
 
 def meaning(section: type[BaseModel], name: str) -> str:
     """Return the docstring under a field, or under the field of the same name that it replaces."""
-    described = (getattr(base, "model_fields", {}).get(name) for base in section.__mro__)
+    described = (keys_of(base).get(name) for base in section.__mro__ if issubclass(base, BaseModel))
     return next((field.description for field in described if field is not None and field.description), "")
 
 

@@ -184,7 +184,7 @@ def test_a_rehearsal_measures_and_leaves_nothing(pools: Any, tmp_path: Path) -> 
 
 def test_the_line_of_a_rehearsal_tells_the_wait_of_every_save_from_the_pinning_that_happens_once() -> None:
     def line(report: RehearsalReport) -> str:
-        return report.describe(ranks=1, background=True, hours_between_failures=50_000)
+        return report.describe(ranks=1, background=True)
 
     on_device = RehearsalReport(2**20, 0.16, 2.0, 3.0, {}, pinning_seconds=6.64)
 

@@ -30,7 +30,7 @@ def tree_of(steps: int) -> dict[str, Any]:
         "model": {"path": "base", "lora": {"rank": 2}},
         "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64},
         "optim": {"lr": 0.01, "schedule": "constant"},
-        "checkpoint": {"rehearsal": {"enabled": False}},
+        "checkpoint": {"rehearsal": False},
         "launch": {"ranks": 2, "device": "cpu"},
     }
 

@@ -76,7 +76,7 @@ def test_an_alarm_goes_to_the_screen_and_to_the_events_unless_it_is_turned_off(
     """A model of random weights hardly ever ends within 8 tokens."""
     health: list[list[dict[str, Any]]] = []
     for enabled in (True, False):
-        tree = settings(f"cut-{enabled}", steps=5, metrics={"health": {"enabled": enabled}})
+        tree = settings(f"cut-{enabled}", steps=5, metrics={"health": enabled})
         done = warm.run(SCRIPT, json.dumps(TINY), json.dumps(tree), cwd=tmp_path)
         lines = (tmp_path / "runs" / f"cut-{enabled}" / "events.jsonl").read_text().splitlines()
         health.append([event for event in map(json.loads, lines) if event["event"] == "health"])

@@ -33,7 +33,7 @@ def straight(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Path
         "model": {"config": dict(TINY), "tokenizer": "builtin:characters"},
         "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64},
         "optim": {"lr": 0.01, "schedule": "constant"},
-        "checkpoint": {"every_steps": 1, "keep": {"last": 9}, "rehearsal": {"enabled": False}},
+        "checkpoint": {"every_steps": 1, "keep": {"last": 9}, "rehearsal": False},
         "launch": {"ranks": 1, "device": "cpu"},
     }
     write_run(place / "run.yaml", tree)

@@ -23,7 +23,7 @@ def forty_steps(tmp_path: Path, tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {
         "steps": 40,
         "observers": ["slow.py:step"],
-        "checkpoint": {"rehearsal": {"enabled": False}},
+        "checkpoint": {"rehearsal": False},
         "metrics": {"peak_flops": 1e9},
     }
 

@@ -15,7 +15,7 @@ from tests.cli.warm import WarmPython
 def test_the_steps_that_are_named_are_profiled_on_every_rank(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
-    write_run(tmp_path / "run.yaml", tree | {"steps": 5, "profile": {"steps": [2, 3]}})
+    write_run(tmp_path / "run.yaml", tree | {"steps": 5, "profile": [2, 3]})
 
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
 

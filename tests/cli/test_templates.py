@@ -28,7 +28,7 @@ def call(warm: WarmPython, place: Path, verb: str, template: str, rows: list[dic
     tree = {
         "steps": 2, "model": {"config": dict(TINY), "tokenizer": "tokenizer"}, "launch": {"ranks": 1, "device": "cpu"},
         "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32},
-        "checkpoint": {"rehearsal": {"enabled": False}},
+        "checkpoint": {"rehearsal": False},
     }  # fmt: skip
     write_run(place / "run.yaml", tree)
     return warm.run("-m", "holdfast.cli.main", verb, "run.yaml", *options, cwd=place)

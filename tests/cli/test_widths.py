@@ -52,7 +52,7 @@ def test_one_row_shows_the_step_the_time_left_and_two_numbers(
         write_rows(tmp_path / "rows.jsonl", PAIRS)
     if verb == "distill":
         tiny_directory(tmp_path / "teacher", "llama", vocab_size=64)
-    changed = {"steps": STEPS, "observers": ["slow.py:step"], "checkpoint": {"rehearsal": {"enabled": False}}}
+    changed = {"steps": STEPS, "observers": ["slow.py:step"], "checkpoint": {"rehearsal": False}}
     write_run(tmp_path / "run.yaml", tree | changed | {"launch": {"ranks": 1, "device": "cpu"}} | SECTIONS[verb])
     screen = Screen(columns)
 

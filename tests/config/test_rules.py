@@ -200,7 +200,6 @@ def test_all_broken_rules_are_told_at_once(mistakes: Mistakes) -> None:
         "dry_run: true\n",
         "steps: 3\nmin_steps: 3\n",
         "steps: 3\nevaluation: {every_steps: 5, sets: {a: {path: x}}}\n",
-        "steps: 3\nparallel: {recompute: {kind: full, use_reentrant: false}}\n",
         "steps: 3\noptim: {schedule: {kind: linear, warmup_steps: 5}}\n",
     ],
 )

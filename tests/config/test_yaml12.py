@@ -75,20 +75,20 @@ def test_keys_are_words_even_if_they_look_like_something_else() -> None:
 def test_every_key_and_item_has_its_line() -> None:
     document = parse_text("# words\na: 1\n\nb:\n  c: 2\n  d:\n    - x\n    - e: 5\n", "f.yaml")
 
-    assert document.lines == {
+    assert {path: place.line for path, place in document.places.items()} == {
         ("a",): 2, ("b",): 4, ("b", "c"): 5, ("b", "d"): 6, ("b", "d", 0): 7, ("b", "d", 1): 8, ("b", "d", 1, "e"): 8,
     }  # fmt: skip
-    assert document.where(("b", "c")) == "f.yaml:5"
-    assert document.where(("b", "missing", "deeper")) == "f.yaml:4"
-    assert document.where(("missing",)) == "f.yaml"
+    assert document.place(("b", "c")).text == "f.yaml:5"
+    assert document.place(("b", "missing", "deeper")).text == "f.yaml:4"
+    assert document.place(("missing",)).text == "f.yaml"
 
 
 def test_keys_that_stand_twice_are_all_noted_and_the_first_value_stays() -> None:
     document = parse_text("a: 1\nb: {c: 1, c: 2}\na: 3\na: 4\n", "f.yaml")
 
     assert document.values == {"a": 1, "b": {"c": 1}}
-    twice = [(place, line, message.partition(":")[0]) for place, line, message in document.twice]
-    assert twice == [("f.yaml", 2, "b.c"), ("f.yaml", 3, "a"), ("f.yaml", 4, "a")]
+    twice = [(place.text, message.partition(":")[0]) for place, message in document.twice]
+    assert twice == [("f.yaml:2", "b.c"), ("f.yaml:3", "a"), ("f.yaml:4", "a")]
 
 
 def test_an_anchor_repeats_a_section() -> None:

@@ -27,7 +27,7 @@ def command(place: Path, *overrides: str) -> list[str]:
         },
         "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32, "tokens_per_micro_batch": 64},
         "optim": {"lr": 0.01},
-        "checkpoint": {"every_steps": 2, "keep": {"last": 2}, "export_at_end": False, "rehearsal": {"enabled": False}},
+        "checkpoint": {"every_steps": 2, "keep": {"last": 2}, "export_at_end": False, "rehearsal": False},
         "metrics": {"progress": "off"},
         "launch": {"ranks": 2, "device": "cpu"},
     }

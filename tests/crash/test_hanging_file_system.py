@@ -41,7 +41,7 @@ while True:
 """
 """Takes a lease on a shard of step 2, as a file server does: the rank that reads it back waits in the kernel."""
 
-QUICK = ("checkpoint.timeout_minutes=0.05", "steps=100000", "checkpoint.rehearsal.enabled=false")
+QUICK = ("checkpoint.timeout_minutes=0.05", "steps=100000", "checkpoint.rehearsal=false")
 """Three seconds for a save, and half a minute for the ranks to notice it one after the other."""
 
 

@@ -64,7 +64,7 @@ def start(warm: WarmPython, place: Path) -> tuple[int, str]:
         "rollout": {"group_size": 4, "max_new_tokens": 8, "show": 0},
         "reward": "environment",
         "groups": {"truncated": "keep"},
-        "checkpoint": {"every_steps": 1, "export_at_end": False, "rehearsal": {"enabled": False}},
+        "checkpoint": {"every_steps": 1, "export_at_end": False, "rehearsal": False},
         "metrics": {"progress": "off"},
         "launch": {"ranks": 2, "device": "cpu"},
     }

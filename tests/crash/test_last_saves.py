@@ -35,7 +35,7 @@ from tests.crash.disks import disk as disk  # noqa: PLC0414 - a fixture
 from tests.crash.runs import saved_steps, values_of
 from tests.training.cases import run, tree
 
-REHEARSED = {"rehearsal": {"enabled": True}}
+REHEARSED = {"rehearsal": True}
 
 
 class Channel:
@@ -141,7 +141,7 @@ def run_into_an_error_while_a_save_hangs(world: World, values: dict[str, Any], b
 
 def test_an_error_is_told_although_a_save_hangs(pools: Any, tmp_path: Path) -> None:
     (tmp_path / "watch.py").write_text(RAISES)
-    saves = {"timeout_minutes": 0.05, "grace_seconds": 2, "rehearsal": {"enabled": False}}
+    saves = {"timeout_minutes": 0.05, "grace_seconds": 2, "rehearsal": False}
     values = values_of(tmp_path, steps=6, checkpoint=saves, observers=["watch.py:at_three"])
 
     name, seconds, said = pools(1).run(run_into_an_error_while_a_save_hangs, values, str(tmp_path))[0]

@@ -99,7 +99,7 @@ def test_a_stopped_rank_is_named_with_its_phase_when_the_others_time_out(tmp_pat
     (tmp_path / "armed-1").touch()
     action = "(Path('pid').write_text(str(os.getpid())), time.sleep(600))"
     process = subprocess.Popen(
-        command(tmp_path, action, "launch.timeout_minutes=0.25", "checkpoint.rehearsal.enabled=false"),
+        command(tmp_path, action, "launch.timeout_minutes=0.25", "checkpoint.rehearsal=false"),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

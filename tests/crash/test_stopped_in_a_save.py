@@ -24,7 +24,7 @@ from tests.crash.runs import SlowChannel, saved_steps, values_of
 from tests.training.cases import run
 
 PHASES = ("shards", "rank state", "collect", "read back")
-SAVING = ("checkpoint.timeout_minutes=0.15", "steps=100000", "checkpoint.rehearsal.enabled=false")
+SAVING = ("checkpoint.timeout_minutes=0.15", "steps=100000", "checkpoint.rehearsal=false")
 """A save may take nine seconds; a step may wait half an hour for another rank."""
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_is_stopped_in_a_save_is_named_although_saves_may_take_long(
     warm: WarmPython, tmp_path: Path
 ) -> None:
     """Training waits nine seconds for a rank, a save half an hour: the save in flight must not hold the news up."""
-    words = ["steps=100000", "checkpoint.rehearsal.enabled=false", "launch.timeout_minutes=0.15"]
+    words = ["steps=100000", "checkpoint.rehearsal=false", "launch.timeout_minutes=0.15"]
     job = subprocess.Popen(
         [warm.program, *command(tmp_path, *words, "checkpoint.timeout_minutes=30", "checkpoint.grace_seconds=3")],
         cwd=tmp_path,
@@ -147,7 +147,7 @@ def test_saves_go_on_after_one_that_a_rank_was_late_to(pools: Any, tmp_path: Pat
             "max_failures": 1,
             "every_steps": 1,
             "background": False,
-            "rehearsal": {"enabled": False},
+            "rehearsal": False,
         },
     )
 

@@ -327,7 +327,7 @@ def test_changed_rows_files_and_tokenizers_are_refused_unless_declared(pools: An
 
 
 def test_a_rehearsed_run_is_bit_for_bit_one_that_was_not(pools: Any, straight: Path, tmp_path: Path) -> None:
-    pools(2).run(run, values_of(tmp_path, steps=STEPS, checkpoint={"rehearsal": {"enabled": True}}))
+    pools(2).run(run, values_of(tmp_path, steps=STEPS, checkpoint={"rehearsal": True}))
 
     assert log_of(tmp_path) == log_of(straight)
     assert state_differences(tmp_path, straight) == []

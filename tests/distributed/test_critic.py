@@ -122,7 +122,7 @@ def run_tree(places: tuple[Path, Path], place: Path, steps: int) -> dict[str, An
         critic={"optim": adam, "freeze": ["embed"]},
         optim=adam,
         metrics={"progress": "off"},
-        checkpoint={"every_steps": 2, "rehearsal": {"enabled": True}, "export_at_end": False},
+        checkpoint={"every_steps": 2, "rehearsal": True, "export_at_end": False},
     )
 
 

@@ -136,7 +136,7 @@ def saved(place: Path, llama: Path, steps: int, **checkpoint: Any) -> dict[str, 
         "data": tree["data"] | {"path": str(place / "rows.jsonl")},
         "optim": {"kind": "adamw", "lr": 0.02, "schedule": "constant"},
         "metrics": {"progress": "off"},
-        "checkpoint": {"every_steps": 1, "keep": {"last": 9}, "rehearsal": {"enabled": False}} | checkpoint,
+        "checkpoint": {"every_steps": 1, "keep": {"last": 9}, "rehearsal": False} | checkpoint,
     }
 
 

@@ -132,7 +132,7 @@ def run_tree(llama: Path, place: Path, steps: int, **sync: Any) -> dict[str, Any
         run={"dir": str(place), "name": "r"},
         optim={"kind": "adamw", "lr": 0.02},
         metrics={"progress": "off"},
-        checkpoint={"every_steps": 3, "rehearsal": {"enabled": True}, "export_at_end": False, "keep": {"last": 9}},
+        checkpoint={"every_steps": 3, "rehearsal": True, "export_at_end": False, "keep": {"last": 9}},
         reference={"kind": "offloaded"},
         **sync,
     )

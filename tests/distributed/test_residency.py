@@ -31,7 +31,7 @@ def run_tree(llama: Path, place: Path, *, steps: int = 5, **sections: Any) -> di
         model={"dtype": "float32"},
         optim={"kind": "adamw", "lr": 0.02, "ema": {"decay": 0.5}},
         metrics={"progress": "off"},
-        checkpoint={"rehearsal": {"enabled": True}, "export_at_end": False, "keep": {"last": 9}},
+        checkpoint={"rehearsal": True, "export_at_end": False, "keep": {"last": 9}},
     )
     return tree | {name: tree.get(name, {}) | section for name, section in sections.items()}
 

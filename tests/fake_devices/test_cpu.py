@@ -48,7 +48,7 @@ def test_the_peak_of_tensors_is_within_five_per_cent_of_the_plan(
     values = values | {
         "run": {"dir": str(tmp_path), "name": "r"},
         "launch": {"device": "cpu", "ranks": ranks},
-        "checkpoint": {"rehearsal": {"enabled": False}},
+        "checkpoint": {"rehearsal": False},
         "metrics": {"progress": "off"},
     }
     file = tmp_path / "run.yaml"
@@ -73,7 +73,7 @@ def test_a_resume_that_takes_more_than_any_step_is_planned_as_the_largest_row(po
         data={**DATA, "max_length": 32, "tokens_per_micro_batch": 32},
         run={"dir": str(tmp_path), "name": "r"},
         launch={"device": "cpu", "ranks": 1},
-        checkpoint={"rehearsal": {"enabled": False}, "export_at_end": False},
+        checkpoint={"rehearsal": False, "export_at_end": False},
         metrics={"progress": "off"},
     )
     file = tmp_path / "run.yaml"

@@ -77,7 +77,7 @@ def test_resident_memory_above_the_start_is_within_fifteen_per_cent_of_the_plan(
         data={"batch_size": 2, "max_length": 64, "tokens_per_micro_batch": 128},
         run={"dir": str(tmp_path), "name": "r"},
         launch={"device": "cpu", "ranks": 1},
-        checkpoint={"at_end": False, "export_at_end": False, "rehearsal": {"enabled": False}},
+        checkpoint={"at_end": False, "export_at_end": False, "rehearsal": False},
     )
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(values), encoding="utf-8")

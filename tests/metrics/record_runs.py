@@ -35,7 +35,7 @@ SMALL = (
     "model.config.num_hidden_layers=2", "data.batch_size=32", "optim.schedule.warmup_steps=10",
 )  # fmt: skip
 QUIET = (
-    "checkpoint.rehearsal.enabled=false", "checkpoint.at_end=false", "checkpoint.every_steps=null",
+    "checkpoint.rehearsal=false", "checkpoint.at_end=false", "checkpoint.every_steps=null",
     "checkpoint.export_at_end=false", "evaluation.sets={}", "evaluation.every_steps=null", "evaluation.at_start=false",
     "evaluation.at_end=false", "evaluation.completions=null", "metrics.progress=off",
 )  # fmt: skip

@@ -71,7 +71,7 @@ def write_run(folder: Path, verb: str, **sections: Any) -> Path:
         "model": {"path": REAL, "check_gradients": False},
         "data": {"path": str(folder / "rows.jsonl"), "batch_size": 4, "max_length": 96, **columns},
         "optim": {"lr": 1e-5, "schedule": "constant"},
-        "checkpoint": {"rehearsal": {"enabled": False}},
+        "checkpoint": {"rehearsal": False},
         "launch": {"ranks": 2, "device": "cpu"},
     }
     if verb == "dpo":

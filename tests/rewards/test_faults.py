@@ -75,7 +75,7 @@ def test_a_timeout_can_drop_the_group_or_stand_for_a_value(start: Start) -> None
     source = "import time\ndef reward(completion): time.sleep(60)"
 
     group = start(source, timeout_seconds=0.2, on_timeout="drop_group").score([sample()])[0]
-    value = start(source, user(weight=2.0), timeout_seconds=0.2, on_timeout={"value": -1.0}).score([sample()])[0]
+    value = start(source, user(weight=2.0), timeout_seconds=0.2, on_timeout=-1.0).score([sample()])[0]
 
     assert (group.reward, group.fault, group.drop) == (None, "timeout", "group")
     assert (value.reward, value.fault, value.drop, value.parts) == (-2.0, "timeout", None, {"reward": -1.0})

@@ -70,7 +70,7 @@ def moody(completion: str) -> object:
 
 
 def test_faults_have_the_policies_of_the_section() -> None:
-    policies = {"on_error": "drop_group", "on_nan": {"value": -1}, "on_none": "drop_sample"}
+    policies = {"on_error": "drop_group", "on_nan": -1, "on_none": "drop_sample"}
 
     found = score(moody, of=samples("fine", "raises", "text", "nan", "none"), **policies)
 

@@ -83,7 +83,7 @@ def test_gsm8k_gold_answers_score_1_and_wrong_ones_0(gsm8k: Path, start: Start) 
 
 @pytest.mark.parametrize(
     ("options", "earned"),
-    [({}, 0.0), ({"on_timeout": "drop_sample"}, None), ({"on_timeout": {"kind": "value", "value": -1.0}}, -1.0)],
+    [({}, 0.0), ({"on_timeout": "drop_sample"}, None), ({"on_timeout": -1.0}, -1.0)],
 )
 def test_an_answer_that_cannot_be_computed_in_time_is_wrong(
     start: Start, options: dict[str, object], earned: float | None

@@ -184,7 +184,7 @@ def test_a_sum_beyond_all_bounds_is_no_reward(start: Start) -> None:
     source = "def a(completion): return 1e30\ndef b(completion): return 3"
 
     dropped = start(source, *rewards).score([sample()])[0]
-    valued = start(source, *rewards, on_nan={"value": -1.0}).score([sample()])[0]
+    valued = start(source, *rewards, on_nan=-1.0).score([sample()])[0]
 
     assert (dropped.reward, dropped.fault, dropped.drop) == (None, "nan", "sample")
     assert "reward a and its weight make a sum of 1e+40" in dropped.message
@@ -202,7 +202,7 @@ def test_none_of_all_rewards_has_a_policy(start: Start) -> None:
     rewards = (user("my.py:nothing"), user("my.py:nothing", name="again"))
 
     dropped = start(SEVERAL, *rewards, on_none="drop_group").score([sample()])[0]
-    valued = start(SEVERAL, *rewards, on_none={"value": -1.0}).score([sample()])[0]
+    valued = start(SEVERAL, *rewards, on_none=-1.0).score([sample()])[0]
 
     assert (dropped.reward, dropped.fault, dropped.drop) == (None, "none", "group")
     assert (valued.reward, valued.fault, valued.drop) == (-1.0, "none", None)
@@ -213,8 +213,8 @@ def test_none_of_all_rewards_has_a_policy(start: Start) -> None:
     [
         ({}, None, "nan", "sample"),
         ({"on_error": "drop_group"}, None, "error", "group"),
-        ({"on_error": {"value": -1.0}}, None, "nan", "sample"),
-        ({"on_error": {"value": -1.0}, "on_nan": {"value": 0.25}}, 2 - 10 + 0.25, "nan", None),
+        ({"on_error": -1.0}, None, "nan", "sample"),
+        ({"on_error": -1.0, "on_nan": 0.25}, 2 - 10 + 0.25, "nan", None),
     ],
 )
 def test_the_fault_that_drops_most_decides(

@@ -94,14 +94,16 @@ def test_no_reward_at_all_is_refused(tmp_path: Path) -> None:
         RewardPool([], RewardPoolConfig(), tmp_path, tmp_path)
 
 
-def test_a_policy_is_a_word_or_a_value() -> None:
-    config = read("exact", on_timeout="drop_group", on_nan={"value": -1}).rewards
+def test_a_policy_is_a_word_or_a_number() -> None:
+    config = read("exact", on_timeout="drop_group", on_nan=-1).rewards
 
-    assert [config.on_timeout.kind, config.on_error.kind, config.on_nan.kind] == ["drop_group", "drop_sample", "value"]
+    assert [config.on_timeout, config.on_error, config.on_nan] == ["drop_group", "drop_sample", -1.0]
 
 
 def test_a_policy_that_is_neither_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rewards.on_error: there is no kind 'drop'"):
+    with pytest.raises(ConfigError, match=r"rewards.on_error: 'drop' .*'drop_group' or 'drop_sample' or a number"):
         read("exact", on_error="drop")
+    with pytest.raises(ConfigError, match=r"rewards.on_nan: .*true"):
+        read("exact", on_nan=True)
     with pytest.raises(ValidationError):
-        RewardPoolConfig(on_none={"value": float("nan")})  # type: ignore[arg-type]  # what a file may say
+        RewardPoolConfig(on_none=float("nan"))  # type: ignore[arg-type]  # what a file may say

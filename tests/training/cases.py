@@ -33,7 +33,7 @@ def tree(directory: str, **sections: Any) -> dict[str, Any]:
         },
         "data": {"synthetic": {"task": "sort", "rows": 200}, "batch_size": 16, "max_length": 32},
         "optim": {"lr": 2e-3, "schedule": "constant"},
-        "checkpoint": {"rehearsal": {"enabled": False}},
+        "checkpoint": {"rehearsal": False},
         "metrics": {"progress": "off"},
     }
     for name, section in sections.items():

@@ -185,7 +185,7 @@ def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None, f
         "optim": {"lr": 2e-3, "schedule": "constant"},
         "parallel": {"compute_dtype": "float32"},
         "metrics": {"progress": "off"},
-        "checkpoint": {"every_steps": 2, "frozen": frozen, "rehearsal": {"enabled": False}},
+        "checkpoint": {"every_steps": 2, "frozen": frozen, "rehearsal": False},
     }
 
 

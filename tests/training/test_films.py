@@ -56,7 +56,7 @@ def tree(place: Path, runs: Path, steps: int, rows: str = "films.jsonl", **data:
         "data": {"path": rows, "batch_size": 4, "max_length": 256, "tokens_per_micro_batch": 512} | data,
         "optim": {"lr": 0.01, "schedule": "constant"},
         "metrics": {"progress": "off"},
-        "checkpoint": {"every_steps": 2, "rehearsal": {"enabled": False}},
+        "checkpoint": {"every_steps": 2, "rehearsal": False},
     }
 
 

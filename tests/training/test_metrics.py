@@ -52,7 +52,7 @@ def everything(directory: Path) -> dict[str, Any]:
             "completions": {"samples": 4, "max_new_tokens": 4},
         },
         metrics={"progress": "off", "entropy": True, "peak_flops": 1e12, "sinks": ["tensorboard"]},
-        checkpoint={"at_end": False, "rehearsal": {"enabled": False}},
+        checkpoint={"at_end": False, "rehearsal": False},
     )
 
 
@@ -112,7 +112,7 @@ def test_the_phases_of_a_step_add_up_to_its_time(lines: list[dict[str, float]]) 
 
 def test_a_step_that_waits_for_the_save_before_it_says_so(pools: Any, tmp_path: Path) -> None:
     """Every step saves, and a save that reads all of it back takes longer than such a step."""
-    checkpoint = {"every_steps": 1, "background": True, "rehearsal": {"enabled": False}}
+    checkpoint = {"every_steps": 1, "background": True, "rehearsal": False}
     values = tree(str(tmp_path), steps=6, checkpoint=checkpoint, metrics={"progress": "off"})
 
     pools(1).run(run, values)

@@ -101,7 +101,7 @@ def settings(model: Path, directory: Path, data: dict[str, Any], **sections: Any
         "data": {"batch_size": 32, "max_length": 768, "tokens_per_micro_batch": 1536, "overlong": "refuse"} | data,
         "optim": {"lr": 1e-2, "schedule": {"kind": "linear", "warmup_steps": 3}},
         "metrics": {"progress": "off"},
-        "checkpoint": {"at_end": False, "export_at_end": False, "rehearsal": {"enabled": False}},
+        "checkpoint": {"at_end": False, "export_at_end": False, "rehearsal": False},
     } | sections
 
 

@@ -66,7 +66,7 @@ def tree(place: Path, runs: Path, steps: int, **sections: Any) -> dict[str, Any]
         | {"tokens_per_micro_batch": 160},
         "optim": {"lr": 0.01, "schedule": "constant"},
         "metrics": {"progress": "off"},
-        "checkpoint": {"every_steps": 2, "rehearsal": {"enabled": False}},
+        "checkpoint": {"every_steps": 2, "rehearsal": False},
     } | sections
 
 

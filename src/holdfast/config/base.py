@@ -18,6 +18,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -74,6 +75,7 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
         strict=False,
+        serialize_by_alias=True,
     )
 
     removed: ClassVar[Mapping[str, str]] = {}
@@ -136,6 +138,7 @@ ImportPath = Annotated[PublicStr, AfterValidator(_check_import_path)]
 
 _A_NUMBER = BeforeValidator(_refuse_truth_value)
 
+Number = Annotated[float, _A_NUMBER]
 PositiveInt = Annotated[int, Field(ge=1), _A_NUMBER]
 AtLeastTwo = Annotated[int, Field(ge=2), _A_NUMBER]
 Count = Annotated[int, Field(ge=0), _A_NUMBER]
@@ -171,12 +174,14 @@ class ByKind:
         members: dict[str, CoreSchema] = {}
         for model in get_args(source) or (source,):
             members |= dict.fromkeys(kinds_of(model), handler.generate_schema(model))
-        union = core_schema.tagged_union_schema(members, discriminator=self._chosen)
 
-        def as_section(value: Any) -> Any:
-            return section_of(value, takes_functions=PATH in members) if isinstance(value, str) else value
+        def with_kind(value: Any) -> Any:
+            value = section_of(value, takes_functions=PATH in members) if isinstance(value, str) else value
+            return {**value, "kind": str(value.get("kind", self.default))} if isinstance(value, Mapping) else value
 
-        return core_schema.no_info_before_validator_function(as_section, union)
+        # What `Field(discriminator="kind")` makes; that refuses a union of one member, and members of several kinds.
+        union = core_schema.tagged_union_schema(members, discriminator="kind")
+        return core_schema.no_info_before_validator_function(with_kind, union)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         sections = []
@@ -187,10 +192,6 @@ class ByKind:
         kinds = list(schema["schema"]["choices"])
         functions = [{"pattern": _FUNCTION.pattern, "type": "string"}] if PATH in kinds else []
         return {"oneOf": [{"enum": kinds, "type": "string"}, *functions, *sections]}
-
-    def _chosen(self, value: Any) -> str:
-        kind = value.get("kind", self.default) if isinstance(value, Mapping) else getattr(value, "kind", self.default)
-        return str(kind)
 
 
 def section_of(shorthand: str, *, takes_functions: bool) -> dict[str, Any]:
@@ -228,6 +229,11 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
+def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a section by their keys in a file: `from` is no name of an attribute in Python."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
 def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
     """Return the kinds that a member of a tagged union stands for, its default first; none for any other section."""
     field = model.model_fields.get("kind")
@@ -243,11 +249,11 @@ def differing(section: BaseModel) -> dict[str, Any]:
     """
     plain, values = section.model_dump(mode="json"), {}
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
+        key, value = field.alias or name, getattr(section, name)
         if name == "kind":
-            values[name] = plain[name]
+            values[key] = plain[key]
         elif value != field.get_default(call_default_factory=True):
-            values[name] = _differing_below(value, plain[name])
+            values[key] = _differing_below(value, plain[key])
     return values
 
 

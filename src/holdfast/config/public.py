@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from holdfast.config.base import LEFT_OUT, Declared, is_left_out
+from holdfast.config.base import LEFT_OUT, Declared, is_left_out, keys_of
 from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS, verb_of
 from holdfast.text.escaping import escaped
@@ -69,7 +69,7 @@ def _below(at: KeyType, value: Any, form: Form) -> Any:
 
 
 def _of_key(at: KeyType, section: type[BaseModel], key: str, value: Any, form: Form) -> Any:
-    field = section.model_fields.get(key)
+    field = keys_of(section).get(key)
     if field is None:
         return _marked(value, form)
     below = at.below(key)

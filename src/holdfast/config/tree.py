@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from holdfast.config.base import PATH, ByKind, kinds_of, section_of
+from holdfast.config.base import PATH, ByKind, keys_of, kinds_of, section_of
 from holdfast.config.yaml12 import KeyPath
 
 
@@ -58,9 +58,9 @@ class KeyType:
         """Return what a key of this section, or an item of this list or mapping, can hold."""
         if self.several:
             return KeyType(self.sections, default_kind=self.default_kind)
-        if self.section is None or key not in self.section.model_fields:
+        field = None if self.section is None else keys_of(self.section).get(str(key))
+        if field is None:
             return KeyType()
-        field = self.section.model_fields[str(key)]
         tag = next((item for item in marks_of(field) if isinstance(item, ByKind)), None)
         origin = typing.get_origin(field.annotation)
         sections = tuple(_sections_in(field.annotation))
@@ -88,12 +88,16 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def all_keys(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted path of every key of the tree, sections included; `*` stands for a name or number."""
-    for name in root.model_fields:
-        dotted = f"{prefix}{name}"
-        shape = KeyType((root,)).below(name)
-        yield dotted
+    for key in keys_of(root):
+        shape = KeyType((root,)).below(key)
+        yield f"{prefix}{key}"
         for section in shape.sections:
-            yield from all_keys(section, f"{dotted}.{'*.' if shape.several else ''}")
+            yield from all_keys(section, f"{prefix}{key}.{'*.' if shape.several else ''}")
+
+
+def dotted(path: KeyPath) -> str:
+    """Return a path as it is written on the command line."""
+    return ".".join(map(str, path))
 
 
 def section_at(root: type[BaseModel], path: KeyPath, values: Any) -> tuple[type[BaseModel] | None, KeyType]:
@@ -111,7 +115,7 @@ def takes_null(root: type[BaseModel], path: KeyPath, values: Any) -> bool:
     above, at = section_at(root, path[:-1], values)[0], section_at(root, path, values)[1]
     if not at.sections:
         return True
-    field = None if above is None else above.model_fields.get(str(path[-1]))
+    field = None if above is None else keys_of(above).get(str(path[-1]))
     return field is not None and type(None) in typing.get_args(field.annotation)
 
 

@@ -204,7 +204,7 @@ def _slow(past: Past) -> str | None:
         )
     return (
         f"throughput has been below {_SLOW:.0%} of {median(before):,.0f} tokens per second for {len(recent)} steps; it "
-        f"is {recent[-1]:,.0f}.{phase_sentence} Look at what else runs on these machines, or set profile.steps."
+        f"is {recent[-1]:,.0f}.{phase_sentence} Look at what else runs on these machines, or set profile."
     )
 
 

@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from holdfast.config.sections.reward import (
-    ByReward,
-    DropSample,
     FaultPolicy,
-    FixedValue,
     MathConfig,
     Reward,
     RewardPoolConfig,
@@ -50,11 +47,11 @@ def combine(
     if not faults:
         return Scored(total, part_rewards, metrics)
     severity = list(_DROPS)
-    reward, outcome = max(faults, key=lambda fault: severity.index(_policy(fault[0], fault[1], config).kind))
+    reward, outcome = max(faults, key=lambda fault: severity.index(_kind(_policy(fault[0], fault[1], config))))
     cited = repr(shortened(sample.completion, _SHOWN))
     fault = shortened(outcome.message, _LONGEST_MESSAGE)
     message = escaped(f"reward {reward.label} {fault}; sample {sample.sample_id}: {cited}")
-    drop = _DROPS[_policy(reward, outcome, config).kind]
+    drop = _DROPS[_kind(_policy(reward, outcome, config))]
     return Scored(total if drop is None else None, part_rewards, metrics, outcome.fault, drop, message)
 
 
@@ -101,12 +98,16 @@ def _policy(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig) ->
 
 
 def _of_timeout(reward: Reward, outcome: SampleOutcome, config: RewardPoolConfig) -> FaultPolicy:
-    if not isinstance(config.on_timeout, ByReward):
+    if config.on_timeout != "auto":
         return config.on_timeout
     # A tower of powers must not pay: left out of the baseline, it would cost less than a wrong answer.
     is_wrong = isinstance(reward, MathConfig) and not outcome.is_cut_short
-    return FixedValue(value=0.0) if is_wrong else DropSample()
+    return 0.0 if is_wrong else "drop_sample"
 
 
-def _fixed(policy: FaultPolicy) -> float | None:
-    return policy.value if isinstance(policy, FixedValue) else None
+def _kind(policy: FaultPolicy) -> str:
+    return policy if isinstance(policy, str) else "value"
+
+
+def _fixed(policy: FaultPolicy | Literal["auto"]) -> float | None:
+    return None if isinstance(policy, str) else policy

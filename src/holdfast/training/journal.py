@@ -76,7 +76,7 @@ class Journal:
         if run.setting.world.log is not None and not run.setting.config.dry_run:
             run.setting.world.log.begin(run.setting.directory / LOGS)
         run.setting.world.failure.listener = self._heard
-        self._health = _health_of(run) if run.setting.config.metrics.health.enabled else None
+        self._health = _health_of(run) if run.setting.config.metrics.health else None
         kind = run.setting.config.metrics.progress if first else "off"
         with private_randomness():  # rich draws from Python's generator while it is imported
             self._screen = self._logged(

@@ -19,11 +19,10 @@ _MOST_ALLOCATIONS = 100_000
 
 
 class StepProfiler:
-    """Profiles the steps in `profile.steps`; does nothing in a run without that section."""
+    """Profiles the steps in `profile`; does nothing in a run without this key."""
 
     def __init__(self, setting: Setting) -> None:
-        section = setting.config.profile
-        self._first, self._last = (0, 0) if section is None else section.steps
+        self._first, self._last = setting.config.profile or (0, 0)
         self._setting = setting
         self._profile: profile | None = None
         self._cuda = setting.world.device.type == "cuda"

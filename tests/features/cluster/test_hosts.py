@@ -180,7 +180,7 @@ def test_a_line_of_200_ms_that_loses_every_twentieth_frame_changes_no_weight(hos
         assert agent.wait(timeout=180) == 0
 
     hosts.cable.delay_seconds, hosts.cable.loss = 0.2, 0.05
-    for agent in start(hosts, tmp_path / "bad", "steps=3", "checkpoint.rehearsal.enabled=false"):
+    for agent in start(hosts, tmp_path / "bad", "steps=3", "checkpoint.rehearsal=false"):
         assert agent.wait(timeout=550) == 0, screen(tmp_path / "bad", "a")
 
     assert hosts.cable.dropped > 20

@@ -29,7 +29,7 @@ data: {synthetic: {task: sort, rows: 200}, batch_size: 4, max_length: 48}
 rollout: {group_size: 4, max_new_tokens: 12, record: true, show: 0, temperature: 0.7}
 reward: {kind: length, target: 6}
 optim: {lr: 2.0e-2, schedule: constant}
-checkpoint: {every_steps: 1, keep: {every: 1}, rehearsal: {enabled: false}}
+checkpoint: {every_steps: 1, keep: {every: 1}, rehearsal: false}
 """
 
 

@@ -71,7 +71,7 @@ def test_a_recorded_step_whose_rows_were_shared_is_replayed_and_explained_by_one
         "rollout": {"group_size": 2, "max_new_tokens": 12, "record": True, "show": 0},
         "reward": {"kind": "length", "target": 6},
         "optim": {"lr": 0.01, "schedule": "constant"},
-        "checkpoint": {"every_steps": 1, "keep": {"every": 1}, "rehearsal": {"enabled": False}},
+        "checkpoint": {"every_steps": 1, "keep": {"every": 1}, "rehearsal": False},
     }
     write_run(tmp_path / "run.yaml", tree)
     trained = command(warm, tmp_path, "grpo", "run.yaml", *SHARED)

@@ -318,7 +318,7 @@ def test_weights_that_no_server_has_room_for_are_told(start: dict[str, Any], gib
 
 
 def test_what_a_resume_would_do_is_said(capsys: Any, pools: Any, tmp_path: Path) -> None:
-    values = tree(str(tmp_path), checkpoint={"every_steps": 2, "rehearsal": {"enabled": False}}, steps=4)
+    values = tree(str(tmp_path), checkpoint={"every_steps": 2, "rehearsal": False}, steps=4)
     pools(1).run(run, values)
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(values))

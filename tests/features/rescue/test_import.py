@@ -50,7 +50,7 @@ def run_file(folder: Path, tokens: Path, **changes: Any) -> Path:
         "model": {"path": str(tokens), "freeze": [r"layers\.0\."]},
         "data": {"path": str(tokens / "rows.jsonl"), "batch_size": 4, "max_length": 32},
         "optim": {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1, "no_decay": []},
-        "checkpoint": {"every_steps": 2, "rehearsal": {"enabled": False}},
+        "checkpoint": {"every_steps": 2, "rehearsal": False},
         "launch": {"ranks": 2},
     }
     for key, value in changes.items():
@@ -224,7 +224,7 @@ def test_adapters_that_were_saved_alone_go_on_beside_the_base_of_the_run(
     fixtures: Path, tokens: Path, warm: WarmPython, tmp_path: Path
 ) -> None:
     lora = {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj"]}
-    allowed = {"every_steps": 2, "rehearsal": {"enabled": False}, "resume": {"add": ["^(?!.*lora_)"]}}
+    allowed = {"every_steps": 2, "rehearsal": False, "resume": {"add": ["^(?!.*lora_)"]}}
     file = run_file(tmp_path, tokens, model__freeze=[], model__lora=lora, checkpoint=allowed)
     place = place_of(fixtures / "trainer-sharded-lora")
 

@@ -379,7 +379,7 @@ def served_tree(urls: list[str], directory: str, **sections: Any) -> dict[str, A
         "reward": {"kind": "path", "path": "reward.py:even"},
         "optim": {"lr": 3e-3, "schedule": "constant"},
         "launch": {"device": "cpu"},
-        "checkpoint": {"rehearsal": {"enabled": False}, "every_steps": 1, "export_at_end": False},
+        "checkpoint": {"rehearsal": False, "every_steps": 1, "export_at_end": False},
         "metrics": {"progress": "off"},
     }
     for name, values in sections.items():

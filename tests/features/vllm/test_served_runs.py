@@ -286,7 +286,7 @@ def test_the_rehearsal_counts_what_is_sampled_ahead(tmp_path: Path, capsys: pyte
         with serving(ServedModel()) as url:
             place = tmp_path / str(staleness)
             place.mkdir()
-            rehearsal = {"rehearsal": {"enabled": True}}
+            rehearsal = {"rehearsal": True}
             tree = served_tree([url], str(place), **AHEAD, steps=1, data={"batch_size": 192}, checkpoint=rehearsal)
             tree["rollout"] |= {"max_staleness": staleness, "max_new_tokens": 30}
             run(place, tree)

@@ -58,31 +58,9 @@ class ResumeConfig(Section):
     """Where the optimizer's betas, eps, weight decay and the like come from; the rate always follows the schedule."""
     not_finite: bool = False
     """Also continue from a checkpoint with NaN or infinity in a tensor; off: such ones are put aside."""
-    # `from` cannot be written as a field's name in Python.
-    __annotations__["from"] = "PositiveInt | CheckpointPath | None"
-    locals()["from"] = Field(
-        default=None,
-        description="Where to continue once, instead of at the newest checkpoint: a step of this run, whose later\n"
-        "ones are renamed, or another run's checkpoint, of which this run, under another `run.name`, is a branch.",
-    )
-
-    @property
-    def start(self) -> int | str | None:
-        """The value of `from`."""
-        value: int | str | None = getattr(self, "from")
-        return value
-
-
-class RehearsalConfig(Section):
-    """Save, verify and load once before the first step."""
-
-    enabled: bool = True
-    """Save and load a checkpoint before step 1. With `false` the first save is the first to find out what cannot be
-    saved.
-    """
-    hours_between_failures: Positive = 50_000.0
-    """Mean time between failures of one rank, for the suggested interval (default: 419 interruptions of 16,384 GPUs in
-    54 days, The Llama 3 Herd of Models, section 3.3.4)."""
+    start: PositiveInt | CheckpointPath | None = Field(default=None, alias="from")
+    """Where to continue once, instead of at the newest checkpoint: a step of this run, whose later ones are renamed, or
+    another run's checkpoint, of which this run, under another `run.name`, is a branch."""
 
 
 class CheckpointConfig(Section):
@@ -113,7 +91,9 @@ class CheckpointConfig(Section):
     resume: ResumeConfig = ResumeConfig()
     init_from: PublicStr | None = None
     """A checkpoint whose weights the run starts from, at step 0 and with a new optimizer."""
-    rehearsal: RehearsalConfig = RehearsalConfig()
+    rehearsal: bool = True
+    """Save, verify and load a checkpoint before step 1. With `false` the first save is the first to find out what
+    cannot be saved."""
     grace_seconds: Positive = 30.0
     """Longest time from SIGTERM to a committed checkpoint that the run promises; it warns when saves take longer."""
     timeout_minutes: Positive = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from holdfast.config.base import (
     ByKind,
@@ -20,12 +20,6 @@ from holdfast.config.base import (
 )
 from holdfast.config.sections.data import SourceConfig
 from holdfast.config.sections.rollout import SamplingConfig
-
-
-class HealthConfig(Section):
-    """Alarms on the screen and in events.jsonl when a run looks wrong; they change nothing in it."""
-
-    enabled: bool = True
 
 
 class TrackerConfig(Section):
@@ -77,7 +71,8 @@ class MetricsConfig(Section):
     estimate from their samples without it, `entropy_estimate`."""
     peak_flops: Positive | None = None
     """Peak floating-point operations per second of one device, for MFU; default: looked up for known GPUs."""
-    health: HealthConfig = HealthConfig()
+    health: bool = True
+    """Alarms on the screen and in events.jsonl when a run looks wrong; they change nothing in it."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield trackers that would share a folder."""
@@ -89,16 +84,13 @@ class MetricsConfig(Section):
                 yield f"sinks.{index}", f"{label} is there already; every tracker has a name of its own"
 
 
-class ProfileConfig(Section):
-    """torch's profiler over some steps: a trace of every rank in profile/, on CUDA with a snapshot of memory."""
+def _check_steps(steps: list[int]) -> list[int]:
+    if steps[1] < steps[0]:
+        raise ValueError(f"{steps[1]} comes before {steps[0]}; give the first step, then the last")
+    return steps
 
-    steps: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
-    """The first and the last step, as in [10, 13]."""
 
-    def mistakes(self) -> Iterator[Mistake]:
-        """Yield steps that end before they begin."""
-        if self.steps[1] < self.steps[0]:
-            yield "steps", f"{self.steps[1]} comes before {self.steps[0]}; give the first step, then the last"
+ProfiledSteps = Annotated[list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_check_steps)]
 
 
 class CompletionsConfig(Section):

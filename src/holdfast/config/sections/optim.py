@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from holdfast.config.base import (
     ByKind,
@@ -186,7 +186,7 @@ def _check_group_name(name: str) -> str:
     return name
 
 
-class _Optim(Section):
+class _Rates(Section):
     lr: Positive = 1e-5
     """Peak learning rate."""
     weight_decay: NonNegative = 0.0
@@ -196,14 +196,17 @@ class _Optim(Section):
     )
     """Rates and decays of parameters chosen by name, as in `groups: {vision: {match: visual, lr: 1e-6}}`. What no group
     matches has `lr` and `weight_decay`."""
-    no_decay: list[Pattern] = Field(default_factory=lambda: [r"bias$", r"norm", r"\bln_"])
-    """Parameters without weight decay, by canonical name."""
     schedule: Schedule = CosineSchedule(warmup_ratio=0.03)
     """The rate over the steps. A schedule that is written out has the warm-up that is written with it, none else."""
-    ema: EMAConfig | None = None
-    """Keep an average of the weights; 4 bytes more per trained parameter (8 for float64)."""
     clip_norm: Positive | None = 1.0
     """Largest global gradient norm; null: no clipping (the norm is still computed and logged)."""
+
+
+class _Optim(_Rates):
+    no_decay: list[Pattern] = Field(default_factory=lambda: [r"bias$", r"norm", r"\bln_"])
+    """Parameters without weight decay, by canonical name."""
+    ema: EMAConfig | None = None
+    """Keep an average of the weights; 4 bytes more per trained parameter (8 for float64)."""
     max_nonfinite_steps: PositiveInt = 5
     """Updates in a row that may be skipped for a non-finite gradient norm before the run stops."""
 
@@ -347,3 +350,21 @@ LowBitConfig = AdamW8bitConfig | AdamW4bitConfig | AdamWFP8Config
 OptimConfig = Annotated[
     AdamWConfig | AdamWBF16Config | LowBitConfig | SGDConfig | MuonConfig | UserOptimizerConfig, ByKind("adamw")
 ]
+
+
+class CriticOptimConfig(_Rates):
+    """AdamW for a critic; what has no key here is as in `optim` by default."""
+
+    removed: ClassVar[Mapping[str, str]] = {"ema": "nothing evaluates or exports averages of a critic; leave it out"}
+    kind: Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit", "adamw_fp8"] = "adamw"
+    """As in `optim.kind`."""
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
+    """Decay of the first and the second moment."""
+    schedule: Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, ByKind("cosine")] = CosineSchedule(
+        warmup_ratio=0.03
+    )
+    """The rate over the steps."""
+
+    def as_optim(self) -> OptimConfig:
+        """Return the section `optim` that says the same."""
+        return TypeAdapter[OptimConfig](OptimConfig).validate_python(dict(self))

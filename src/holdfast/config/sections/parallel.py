@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,18 +17,11 @@ class NoRecompute(Section):
 
 
 class _Recompute(Section):
-    use_reentrant: bool = False
-    """Always false. It stands here so that a configuration from elsewhere is refused with the reason."""
-
-    def mistakes(self) -> Iterator[Mistake]:
-        """Yield the form of recomputation that loses gradients."""
-        if self.use_reentrant:
-            yield (
-                "use_reentrant",
-                "true loses gradients without a word: the reentrant form hides a cache that recomputation fills a "
-                "second time (key and value weights get zero gradients) and cuts the router loss of experts off. "
-                "Remove the key: the non-reentrant form is always used",
-            )
+    removed: ClassVar[Mapping[str, str]] = {
+        "use_reentrant": "the non-reentrant form is always used. The reentrant one loses gradients without a word: it "
+        "hides a cache that recomputation fills a second time (key and value weights get zero gradients) and cuts the "
+        "router loss of experts off. Remove the key"
+    }
 
 
 class FullRecompute(_Recompute):

@@ -14,6 +14,7 @@ from holdfast.config.base import (
     EvaluatedKwargs,
     ImportPath,
     Mistake,
+    Number,
     Pattern,
     Positive,
     PositiveInt,
@@ -238,32 +239,8 @@ Reward = Annotated[
 ]
 
 
-class DropGroup(Section):
-    """Leave the whole group out of the step."""
-
-    kind: Literal["drop_group"] = "drop_group"
-
-
-class DropSample(Section):
-    """Leave the completion out of the step and out of its group's baseline."""
-
-    kind: Literal["drop_sample"] = "drop_sample"
-
-
-class FixedValue(Section):
-    """Count a value as the reward."""
-
-    kind: Literal["value"] = "value"
-    value: float
-
-
-class ByReward(Section):
-    """0 where `kind: math` could not compute an answer in time, which is then no answer; `drop_sample` otherwise."""
-
-    kind: Literal["auto"] = "auto"
-
-
-FaultPolicy = Annotated[DropGroup | DropSample | FixedValue, ByKind("value")]
+FaultPolicy = Literal["drop_group", "drop_sample"] | Number
+"""What happens to a completion whose reward is missing; a number counts as its reward."""
 
 
 class RewardPoolConfig(Section):
@@ -282,13 +259,15 @@ class RewardPoolConfig(Section):
     bound. Rewards of `kind: model` and live functions are not ended."""
     start_timeout_seconds: Positive = 120.0
     """Longest time for importing the files of all rewards."""
-    on_timeout: Annotated[ByReward | DropGroup | DropSample | FixedValue, ByKind("value")] = ByReward()
-    """What happens when a reward takes longer than `timeout_seconds`."""
-    on_error: FaultPolicy = DropSample()
+    on_timeout: FaultPolicy | Literal["auto"] = "auto"
+    """What happens when a reward takes longer than `timeout_seconds`: `drop_sample` leaves the completion out of the
+    step and of its group's baseline, `drop_group` its whole group, and a number counts as the reward. `auto`: 0 where
+    `kind: math` could not compute an answer in time, which is then no answer; otherwise `drop_sample`."""
+    on_error: FaultPolicy = "drop_sample"
     """What happens when a reward raises, returns a value of another type, or kills its process."""
-    on_nan: FaultPolicy = DropSample()
+    on_nan: FaultPolicy = "drop_sample"
     """What happens when a reward is not a finite number."""
-    on_none: FaultPolicy = DropSample()
+    on_none: FaultPolicy = "drop_sample"
     """What happens to a completion for which every reward returned None. Where another reward returned a number, None
     is left out of the sum.
     """

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from holdfast.config.base import Count, Pattern, Positive, PublicStr, Section
+from holdfast.config.base import ByKind, Count, Pattern, Positive, PublicStr, Section
 from holdfast.config.sections.model import ModelConfig
-from holdfast.config.sections.optim import AdamWConfig, OptimConfig
+from holdfast.config.sections.optim import CriticOptimConfig
 from holdfast.config.sections.parallel import NoRecompute
 from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.config.verbs.training import TrainingConfig
@@ -25,8 +25,8 @@ class CriticConfig(Section):
     """
     freeze: list[Pattern] = Field(default_factory=list)
     """Parameters of the critic that are not trained, as in `model.freeze`."""
-    optim: OptimConfig = AdamWConfig()
-    """Optimizer, schedule and gradient clipping of the critic, as in `optim`."""
+    optim: Annotated[CriticOptimConfig, ByKind("adamw")] = CriticOptimConfig()
+    """Optimizer, schedule and gradient clipping of the critic."""
     value_clip: Positive | None = 0.2
     """A value has no gradient once it moved further than this from its number before the first update of the rollout,
     unless it moved away from the return; null: no bound.
@@ -50,7 +50,7 @@ def critic_training(config: TrainingConfig, critic: CriticConfig) -> CriticTrain
     """Return the tree that a critic is built and trained by."""
     values: dict[str, Any] = {name: getattr(config, name) for name in CriticTraining.model_fields}
     return CriticTraining.model_construct(
-        **values | {"model": critic_model(config.model, critic), "optim": critic.optim}
+        **values | {"model": critic_model(config.model, critic), "optim": critic.optim.as_optim()}
     )
 
 

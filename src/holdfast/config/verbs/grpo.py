@@ -308,8 +308,6 @@ class GRPOConfig(TrainingConfig):
                 "critic.warmup_steps",
                 f"{critic.warmup_steps} leaves the policy none of {self.steps} steps; lower it, or raise steps",
             )
-        if critic.optim.ema is not None:
-            yield "critic.optim.ema", "nothing evaluates or exports averages of a critic; leave it out"
         if self.objective.kind == "gspo":
             yield "objective.kind", "gspo is one term per sequence, and advantage: gae is one per token; use gspo_token"
         own_mistakes = {*self.storage_mistakes()}

@@ -15,7 +15,7 @@ from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.measured import PatienceConfig
-from holdfast.config.sections.metrics import EvaluationConfig, MetricsConfig, ProfileConfig
+from holdfast.config.sections.metrics import EvaluationConfig, MetricsConfig, ProfiledSteps
 from holdfast.config.sections.model import BatchRouterLoss, ModelConfig
 from holdfast.config.sections.optim import AdamWConfig, OptimConfig, PlateauSchedule
 from holdfast.config.sections.parallel import ParallelConfig
@@ -67,8 +67,9 @@ class _Root(Section):
     optim: OptimConfig = AdamWConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
-    profile: ProfileConfig | None = None
-    """Steps that are profiled."""
+    profile: ProfiledSteps | None = None
+    """The first and the last step, as in [10, 13], of which torch's profiler writes a trace of every rank in profile/,
+    on CUDA with a snapshot of memory."""
     evaluation: EvaluationConfig = EvaluationConfig()
     launch: LaunchConfig = LaunchConfig()
 

@@ -44,7 +44,7 @@ class Rehearsals:
             RehearsalFailed: A checkpoint could not be made; nothing was trained.
         """
         run, config = self._run, self._config
-        if not config.rehearsal.enabled or run.finished:
+        if not config.rehearsal or run.finished:
             return
         with run.setting.phase("rehearsal"):
             with run.setting.ranks.together():
@@ -57,11 +57,7 @@ class Rehearsals:
             extras = NonTensorState(shared, assets=assets)
             report = self._report = self._rehearse(extras)
             self._drill(requests)
-        description = report.describe(
-            ranks=run.setting.world.size,
-            background=config.background,
-            hours_between_failures=config.rehearsal.hours_between_failures,
-        )
+        description = report.describe(ranks=run.setting.world.size, background=config.background)
         late = report.save_seconds > config.grace_seconds
         warning = (
             f"warning: a save takes {report.save_seconds:.0f} s, longer than checkpoint.grace_seconds="

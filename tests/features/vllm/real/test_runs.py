@@ -55,7 +55,7 @@ def ten_steps(fleet: Fleet, tmp_path: Path, staleness: int) -> Path:
         steps=10,
         run={"dir": str(tmp_path), "name": "ten"},
         launch={"ranks": 2, "device": "cpu"},
-        checkpoint={"every_steps": 2, "rehearsal": {"enabled": False}},
+        checkpoint={"every_steps": 2, "rehearsal": False},
         reward="reward.py:even",
         optim={"lr": 3e-3, "schedule": "constant"},
         data={"batch_size": 8},

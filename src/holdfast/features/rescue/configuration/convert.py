@@ -83,7 +83,7 @@ def convert(document: Document, system: str, verb: str | None, ranks: int) -> Co
     """
     table = load_key_table(system)
     if document.twice:
-        raise ConfigError("\n".join(f"{file}:{line}: {message}" for file, line, message in document.twice))
+        raise ConfigError("\n".join(f"{place.text}: {message}" for place, message in document.twice))
     leaves = dict(_leaves(document, table))
     keys = {".".join(map(str, path)): path for path in leaves}
     values = {dotted: _resolved(leaves[path], leaves, keys) for dotted, path in keys.items()}
@@ -91,7 +91,9 @@ def convert(document: Document, system: str, verb: str | None, ranks: int) -> Co
     verb = verb or _verb(document, table, values)
     values = {dotted: _truth_value(value, table, dotted) for dotted, value in values.items()}
     facts = Facts({**table.defaults_for(verb), **values}, ranks, verb)
-    file_lines = [_line(table, dotted, value, document.line(keys[dotted]), facts) for dotted, value in values.items()]
+    file_lines = [
+        _line(table, dotted, value, document.place(keys[dotted]).line, facts) for dotted, value in values.items()
+    ]
     defaults = [
         _line(table, key, value, 0, facts) for key, value in table.defaults_for(verb).items() if key not in values
     ]
@@ -108,7 +110,7 @@ def _leaves(document: Document, table: KeyTable) -> Iterator[tuple[KeyPath, Any]
             is_section = any(name.startswith(f"{dotted}.") for name in table.entries)
             if is_section and dotted not in table.entries and not isinstance(value, Mapping) and value is not None:
                 raise ConfigError(
-                    f"{document.where(here)}: {dotted} has keys of its own in {table.title}, and here it is "
+                    f"{document.place(here).text}: {dotted} has keys of its own in {table.title}, and here it is "
                     f"{shortened(spelled(value), 40)!r}. Write keys and values below it."
                 )
             if isinstance(value, Mapping) and value and dotted not in table.entries:
@@ -169,7 +171,7 @@ def _verb(document: Document, table: KeyTable, values: Mapping[str, Any]) -> str
             return verbs[kind]
         if kind and kind != "false":
             raise ConfigError(
-                f"{document.where((key,))}: {key}: {kind} is no kind of run that `holdfast config import` writes; "
+                f"{document.place((key,)).text}: {key}: {kind} is no kind of run that `holdfast config import` writes; "
                 f"there are {', '.join(verbs)}."
             )
     marked = (verb for verb, marks in table.verb_marks.items() if any(values.get(key) is not None for key in marks))
