@@ -1,4 +1,4 @@
-"""All time-outs and polling intervals that no configuration sets, in one record.
+"""Time-outs and polling intervals that several files share or that tests shorten, in one record.
 
 Read `patience.current` where a wait begins, never at import: tests replace it with shorter times before they fork the
 processes that they start. Two programs have constants of their own, because they import next to nothing in order to
@@ -29,16 +29,8 @@ class Patience:
     server_look_seconds: float = 0.5
     """Polling interval for a server's start, its port and its process."""
 
-    code_grace_seconds: float = 3.0
-    """Beyond a judged program's own limit: for the judge to start, and to end what the code has started."""
-    scorer_grace_seconds: float = 5.0
-    """Beyond a reward's own limits, for starting and ending what it runs."""
-    environment_start_seconds: float = 120.0
-    """For importing an environment's file."""
     pool_close_seconds: float = 5.0
     """For reward workers to leave, before they are killed and again after it."""
-    young_folder_seconds: float = 60.0
-    """Age below which a judged program's folder without a lock may be one that is being made."""
     supervisor_tick_seconds: float = 0.2
     """Between two looks of a supervisor at workers that are at work."""
     supervisor_idle_tick_seconds: float = 1.0
@@ -68,13 +60,6 @@ class Patience:
     failure_linger_seconds: float = 1.5
     """Longest stay of a failed rank until all have heard of it."""
 
-    doctor_ranks_seconds: float = 120.0
-    """For ranks to start and meet, where `holdfast doctor` tries them."""
-    doctor_compilers_seconds: float = 300.0
-    """For a Triton kernel and a compiled block to be built, where `holdfast doctor` tries them."""
-    doctor_endpoint_seconds: float = 5.0
-    """For an endpoint to name its models."""
-
     lease_stale_seconds: float = 120.0
     """A lease of another host that was not renewed for this long is dead. All machines of a place must agree."""
     lease_renew_seconds: float = 15.0
@@ -82,38 +67,18 @@ class Patience:
     """Between two looks at a lease whose holder nobody here can see."""
     lease_withdraw_seconds: float = 1.0
     """For jobs that try at once to see each other's lease in an object store."""
-    clocks_seconds: float = 1.0
-    """Largest difference that is expected between the clocks of a file system and of a machine."""
 
     session_look_seconds: float = 0.005
     """Between two looks at a save that must end."""
-    late_rank_seconds: float = 1.0
-    """Ranks that are later in a save than the others by less than this are not named."""
     save_look_seconds: float = 0.01
     """Between two collective looks at a save that ranks wait for together."""
-    save_slack_seconds: float = 30.0
-    """A rank that noticed a save's time-out first leaves the others this long to notice theirs."""
-    deletion_seconds: float = 10.0
-    """Longest wait of a run that has ended for the deletion of older checkpoints."""
     raising_seconds: float = 5.0
     """Longest wait of a rank that raises for the others to raise too, so that the last whole step can be saved."""
 
-    tracker_close_seconds: float = 4.0
-    """For a tracker to send the rest when a run ends; a second of the five that this may take is left to kill it."""
-    tracker_reap_seconds: float = 0.5
-    """For a killed tracker to go."""
     tracker_silent_seconds: float = 60.0
     """After which a tracker without a sign of life is named."""
     tracker_look_seconds: float = 1.0
     """Between two looks of a run at its trackers."""
-    tracker_read_seconds: float = 0.5
-    """Between two looks of a tracker at what the run wrote."""
-    tracker_group_seconds: float = 2.0
-    """Completions of a step count as complete when those of a later step follow, or none came for so long."""
-    tracker_note_seconds: float = 1.0
-    """Between two notes of what a tracker has sent."""
-    tracker_last_seconds: float = 5.0
-    """For a tracker process to end after its run has died."""
 
     exit_word_seconds: float = 5.0
     """Before a rank that has done everything names the threads that keep its process."""
@@ -131,14 +96,8 @@ class Patience:
     """From SIGTERM to SIGKILL."""
     kill_seconds: float = 2.0
     """For killed processes to go."""
-    ray_place_seconds: float = 60.0
-    """For Ray to find places for the ranks of a run."""
-    ray_settle_seconds: float = 20.0
-    """For ranks to name one that Ray has lost, and to end, before they are killed."""
     first_rank_seconds: float = 5.0
     """For torchrun to end a rank that keeps quiet, once the first has told a mistake and ended."""
-    page_seconds: float = 60.0
-    """Longest work at the page of a run that came to its end."""
     page_after_stop_seconds: float = 5.0
     """Like `page_seconds`, for a run that a signal stopped: a scheduler may be about to kill it."""
     demo_look_seconds: float = 0.05

@@ -30,6 +30,8 @@ _ENVIRONMENT = ("env", "OMP_NUM_THREADS=1", "PYTHONHASHSEED=0")
 """As of reward workers."""
 _RECEIVED_BYTES = 1 << 18
 _MOST_SHOWN_LINES, _MOST_SHOWN_BYTES = 3, 1000
+_ENVIRONMENT_START_SECONDS = 120.0
+"""For importing an environment's file."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class EnvironmentPool:
             "timeout_seconds": self._config.timeout_seconds,
             "memory_mib": self._config.memory_mib,
         }
-        deadline = time.monotonic() + patience.current.environment_start_seconds
+        deadline = time.monotonic() + _ENVIRONMENT_START_SECONDS
         reply: bytes | None = None
         try:
             framing.write(self._process.stdin.fileno(), pickle.dumps(setup))
@@ -264,7 +266,7 @@ class EnvironmentPool:
             pass
         except TimeoutError:
             raise ConfigError(
-                f"environment: its file is still being imported after {patience.current.environment_start_seconds:g} "
+                f"environment: its file is still being imported after {_ENVIRONMENT_START_SECONDS:g} "
                 "s. Move slow work into begin."
             ) from None
         match None if reply is None else json.loads(reply):

@@ -15,11 +15,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from holdfast import patience
 from holdfast.files import load_module, look_beside
 from holdfast.rewards.base import CannotStart, describe_error
 from holdfast.rewards.functions.rules import rule, template_columns
 from holdfast.rewards.functions.signatures import Bound, ConcurrentCall, PerSampleCall, bind
+
+_SCORER_GRACE_SECONDS = 5.0
+"""Beyond a reward's own limits, for starting and ending what it runs."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
             bound, own_seconds = PerSampleCall(code), code.timeout_seconds
         case _:
             bound = PerSampleCall(rule(section))
-    longest = max(seconds, own_seconds + patience.current.scorer_grace_seconds) if own_seconds else seconds
+    longest = max(seconds, own_seconds + _SCORER_GRACE_SECONDS) if own_seconds else seconds
     return ReadyReward(name, bound, longest, bound.columns or template_columns(section))
 
 

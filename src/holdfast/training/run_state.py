@@ -16,6 +16,8 @@ from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER, METRICS
 
 _ENDINGS = ("done", "stop", "failed")
 _SILENT = "nothing says how it ended"
+_CLOCKS_SECONDS = 1.0
+"""Largest difference that is expected between the clocks of a file system and of a machine."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def _ending(events: Sequence[Mapping[str, Any]], step: int | None, metrics: Path
     """
     last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("event") in _ENDINGS), {})
     if "time" in last:
-        since = metrics.exists() and metrics.stat().st_mtime > _number(last["time"]) + patience.current.clocks_seconds
+        since = metrics.exists() and metrics.stat().st_mtime > _number(last["time"]) + _CLOCKS_SECONDS
         return {} if since else last
     return last if _number(last.get("step")) >= (step or 0) else {}
 

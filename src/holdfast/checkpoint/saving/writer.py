@@ -23,7 +23,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from holdfast import patience
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.format.manifest import NAME, About, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.format.shards import check_layout, gap
@@ -35,6 +34,9 @@ from holdfast.checkpoint.saving.shard_writer import WrittenShard, write_shards
 from holdfast.files import size_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part
+
+_LATE_RANK_SECONDS = 1.0
+"""Ranks that are later in a save than the others by less than this are not named."""
 
 
 def assembled(
@@ -233,7 +235,7 @@ def _tell_of_straggler(seconds: list[float], notify: Callable[[str], None]) -> N
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     other_seconds = sorted(seconds[:slowest] + seconds[slowest + 1 :])
     if other_seconds and seconds[slowest] - other_seconds[len(other_seconds) // 2] > max(
-        patience.current.late_rank_seconds, other_seconds[len(other_seconds) // 2]
+        _LATE_RANK_SECONDS, other_seconds[len(other_seconds) // 2]
     ):
         notify(
             f"rank {slowest} took {seconds[slowest]:.1f} s to write its part of a checkpoint, the others "

@@ -22,7 +22,6 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from holdfast import patience
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError, HoldfastError, RunStopped, UserError, how_to_go_on
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT, how_it_ended
@@ -37,6 +36,10 @@ _MARK = "HOLDFAST_RAY_RANK"
 _CHUNK = 1 << 16
 _IN_ORDER = (None, 0, EXIT_WITHOUT_RESULT, RunStopped.exit_code)
 """Of ranks that live or ended without a fault of their own."""
+_RAY_PLACE_SECONDS = 60.0
+"""For Ray to find places for the ranks of a run."""
+_RAY_SETTLE_SECONDS = 20.0
+"""For ranks to name one that Ray has lost, and to end, before they are killed."""
 
 
 class RankProcess:
@@ -189,9 +192,9 @@ def _placed(ray: Any, options: RayOptions, launch: LaunchConfig) -> Any:
     from ray.util.placement_group import placement_group
 
     group = placement_group([bundle] * options.ranks, strategy="PACK")
-    if not group.wait(timeout_seconds=patience.current.ray_place_seconds):
+    if not group.wait(timeout_seconds=_RAY_PLACE_SECONDS):
         raise ConfigError(
-            f"Ray has not placed {options.ranks} ranks in {patience.current.ray_place_seconds:.0f} s: other work holds "
+            f"Ray has not placed {options.ranks} ranks in {_RAY_PLACE_SECONDS:.0f} s: other work holds "
             f"what they need ({', '.join(f'{amount:g} {name}' for name, amount in bundle.items())} each). Wait for it, "
             "or lower --ranks."
         )
@@ -214,7 +217,7 @@ def _actors(ray: Any, options: RayOptions, launch: LaunchConfig, group: Any) -> 
         ).remote()
         for index in range(options.ranks)
     ]
-    locations = ray.get([actor.place.remote() for actor in actors], timeout=patience.current.ray_place_seconds)
+    locations = ray.get([actor.place.remote() for actor in actors], timeout=_RAY_PLACE_SECONDS)
     by_node: defaultdict[str, list[int]] = defaultdict(list)
     for index, (_, node, _) in enumerate(locations):
         by_node[node].append(index)
@@ -267,7 +270,7 @@ def _watch(ray: Any, ranks: Sequence[_Rank], stops: StopSignals) -> None:
             rank.gone or rank.code not in (None, 0, EXIT_WITHOUT_RESULT, RunStopped.exit_code) for rank in ranks
         )
         if failed and deadline is None:
-            deadline = time.monotonic() + patience.current.ray_settle_seconds
+            deadline = time.monotonic() + _RAY_SETTLE_SECONDS
 
 
 def _look(ray: Any, rank: _Rank) -> None:

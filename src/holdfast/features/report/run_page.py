@@ -16,6 +16,9 @@ from holdfast.errors import UserError
 from holdfast.features.report.page import write_page
 from holdfast.training.directory import IDENTITY, count_starts
 
+_PAGE_SECONDS = 60.0
+"""Longest work at the page of a run that came to its end."""
+
 
 class _PageTimeout(BaseException):
     """Raised when the time for the page is over, or a signal ends the command. No `except Exception` catches it."""
@@ -32,7 +35,7 @@ def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or not (directory / IDENTITY).exists() or count_starts(directory) == starts_before:
         return
-    seconds = patience.current.page_after_stop_seconds if stopped else patience.current.page_seconds
+    seconds = patience.current.page_after_stop_seconds if stopped else _PAGE_SECONDS
     try:
         with _giving_up_after(seconds):
             page = write_page([directory], None)

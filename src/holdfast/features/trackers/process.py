@@ -24,7 +24,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from holdfast import patience
 from holdfast.config.sections.metrics import MetricsConfig, UserTrackerConfig
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
@@ -42,6 +41,14 @@ _KINDS: Mapping[str, Callable[..., Backend]] = {
     "trackio": backends.TrackioTracker,
     "swanlab": backends.SwanlabTracker,
 }
+_TRACKER_READ_SECONDS = 0.5
+"""Between two looks of a tracker at what the run wrote."""
+_TRACKER_GROUP_SECONDS = 2.0
+"""Completions of a step count as complete when those of a later step follow, or none came for so long."""
+_TRACKER_NOTE_SECONDS = 1.0
+"""Between two notes of what a tracker has sent."""
+_TRACKER_LAST_SECONDS = 5.0
+"""For a tracker process to end after its run has died."""
 
 
 class RunEnd:
@@ -62,7 +69,7 @@ class RunEnd:
             content += piece
         self.status = content.decode().strip() or self.status
         # The kernel keeps this promise also where a library holds the interpreter's lock for ever.
-        signal.alarm(int(patience.current.tracker_last_seconds))
+        signal.alarm(int(_TRACKER_LAST_SECONDS))
         self.ended.set()
 
 
@@ -88,7 +95,7 @@ class TrackerFeed:
             self._waiting += samples
             self._waiting_since = time.monotonic()
         self._send_completions(
-            includes_last=to_the_end or time.monotonic() - self._waiting_since > patience.current.tracker_group_seconds
+            includes_last=to_the_end or time.monotonic() - self._waiting_since > _TRACKER_GROUP_SECONDS
         )
         if lines or samples:
             first_waiting = self._waiting[0][0] if self._waiting else self._samples.offset
@@ -168,7 +175,7 @@ def follow(directory: Path, label: str, base: Path, run: RunEnd, beat: Callable[
             if ended and not moved:
                 break
             if not moved:
-                run.ended.wait(patience.current.tracker_read_seconds)
+                run.ended.wait(_TRACKER_READ_SECONDS)
         feed.close(run.status)
 
 
@@ -288,7 +295,7 @@ class TrackerCursor:
     def note(self, *, all_of_it: bool = False) -> None:
         """Write what has settled; everything where the tracker was closed."""
         seconds, settled = time.monotonic(), None
-        if not all_of_it and seconds - self._noted_at < patience.current.tracker_note_seconds:
+        if not all_of_it and seconds - self._noted_at < _TRACKER_NOTE_SECONDS:
             return
         while self._sent and (all_of_it or seconds - self._sent[0][0] >= self._settle_seconds):
             settled = self._sent.popleft()[1]

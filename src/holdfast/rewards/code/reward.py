@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast import patience
 from holdfast.rewards.base import Sample
 from holdfast.rewards.code.names import TestNames, names_in_tests
 from holdfast.rewards.functions.rules import cell
@@ -25,6 +24,8 @@ from holdfast.rewards.processes import folders, kernel
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _RUN_TESTS = Path(__file__).with_name("run_tests.py")
+_CODE_GRACE_SECONDS = 3.0
+"""Beyond a judged program's own limit: for the judge to start, and to end what the code has started."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class CodeReward:
             )
             try:
                 # The judge keeps the time itself, so that it ends what the code has started.
-                longest_seconds = self.timeout_seconds + patience.current.code_grace_seconds
+                longest_seconds = self.timeout_seconds + _CODE_GRACE_SECONDS
                 answer, _ = process.communicate(json.dumps(order).encode(), longest_seconds)
             except subprocess.TimeoutExpired:
                 return 0

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast import patience
-
 _PREFIX = "holdfast-code-"
 # O_NOFOLLOW refuses a symbolic link, by which judged code could direct the removal to a folder outside of its own.
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _DEEPEST = 200
 """Nesting depth of open folders during a removal; each level holds a file descriptor."""
+_YOUNG_FOLDER_SECONDS = 60.0
+"""Age below which a judged program's folder without a lock may be one that is being made."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def remove_abandoned() -> None:
     """Remove the folders of processes that were killed before they could."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - folder.lstat().st_mtime > patience.current.young_folder_seconds:
+            if time.time() - folder.lstat().st_mtime > _YOUNG_FOLDER_SECONDS:
                 _remove_if_free(folder)
 
 

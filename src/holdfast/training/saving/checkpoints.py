@@ -35,6 +35,9 @@ from holdfast.training.saving.rehearsals import Rehearsals
 from holdfast.training.saving.resume import start_from
 from holdfast.training.saving.run_snapshot import Contents, checked_assets, fingerprints_of
 
+_DELETION_SECONDS = 10.0
+"""Longest wait of a run that has ended for the deletion of older checkpoints."""
+
 
 class Checkpoints:
     """Owns a run's directory and its checkpoints within a block; all ranks enter it and call its methods together."""
@@ -124,7 +127,7 @@ class Checkpoints:
         try:
             if kind is None:
                 self.collect()
-                wait_for_deletions(patience.current.deletion_seconds)
+                wait_for_deletions(_DELETION_SECONDS)
             elif issubclass(kind, Exception):
                 # A save waits for all ranks: where one is lost, as long as a save before an error may take is enough.
                 lost = error is not None and self._run.setting.world.failure.broken_by_peer(error)

@@ -22,6 +22,9 @@ from holdfast.checkpoint.session import LOST_A_RANK, Saved, Session
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.run import Run
 
+_SAVE_SLACK_SECONDS = 30.0
+"""A rank that noticed a save's time-out first leaves the others this long to notice theirs."""
+
 
 @dataclass(frozen=True)
 class StepState:
@@ -116,7 +119,7 @@ def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_secon
     Raises:
         SaveFailed: Nothing has moved on any rank until long after the others gave up.
     """
-    slack_seconds = patience.current.save_slack_seconds if slack_seconds is None else slack_seconds
+    slack_seconds = _SAVE_SLACK_SECONDS if slack_seconds is None else slack_seconds
     longest_seconds = 60 * minutes + slack_seconds
     deadline = time.monotonic() + longest_seconds
     last_progress: dict[int, tuple[str, int]] = {}

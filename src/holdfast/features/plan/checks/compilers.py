@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast import patience
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.features.plan.checks.findings import Finding, ok, since, warn
 from holdfast.files import python_module
@@ -25,6 +24,8 @@ from holdfast.text.escaping import error_words
 _FIX = (
     "Install gcc, g++ and Python's headers (Debian: apt-get install gcc g++ python3-dev); runs go on without, slower."
 )
+_DOCTOR_COMPILERS_SECONDS = 300.0
+"""For a Triton kernel and a compiled block to be built, where `holdfast doctor` tries them."""
 
 
 def look_at_compilers(launch: LaunchConfig) -> Iterator[Finding]:
@@ -39,7 +40,7 @@ def built_on(device: str) -> Iterator[Finding]:
     """Build a compiled block for a device, and for "cuda" a Triton kernel before it."""
     start = time.perf_counter()
     command = [*python_module("holdfast.features.plan.checks.compilers"), device]
-    seconds = patience.current.doctor_compilers_seconds
+    seconds = _DOCTOR_COMPILERS_SECONDS
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         reasons: dict[str, str] = json.loads(done.stdout.splitlines()[-1] if done.stdout.strip() else "")

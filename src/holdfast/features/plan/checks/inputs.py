@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from holdfast import patience
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.verification import check_names, read_manifest
 from holdfast.checkpoint.keep.retention import steps
@@ -56,6 +55,8 @@ _SLOW_SECONDS = 1.0
 """Of a reward for one sample."""
 _SHOWN = 6
 _COMPARED = replace(HASHED, text=str)
+_DOCTOR_ENDPOINT_SECONDS = 5.0
+"""For an endpoint to name its models."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
 
 
 def _asked(key: str, section: Any, url: str, secret: str | None) -> Finding:
-    endpoint = Endpoint(url, secret, patience.current.doctor_endpoint_seconds, attempts=1)
+    endpoint = Endpoint(url, secret, _DOCTOR_ENDPOINT_SECONDS, attempts=1)
     start = time.perf_counter()
     try:
         listed = endpoint.ask("GET", "/models")

@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 
-from holdfast import patience
 from holdfast.checkpoint.place.layout import REHEARSAL, STAGING, fresh
 from holdfast.checkpoint.place.storage import LocalStorage, Storage, open_storage
 from holdfast.config.quiet import leave_out_broken, unfit_torchvision
@@ -43,6 +42,8 @@ _SLOW = 20 * 2**20
 _BUSY = 0.1
 """Share of a GPU's memory that is in use before the run, from which on it is told."""
 _LEFT_OUT = "Install a build for this torch, or none; a low-bit optim.kind needs torchao, nothing needs torchvision."
+_DOCTOR_RANKS_SECONDS = 120.0
+"""For ranks to start and meet, where `holdfast doctor` tries them."""
 
 
 def checks_of_machine(launch: LaunchConfig) -> list[Check]:
@@ -161,11 +162,11 @@ def _started(task: RankTask, folder: Path) -> str | None:
     command = [*python_module("holdfast.features.plan.checks.machine"), "launch", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        output, _ = process.communicate(timeout=patience.current.doctor_ranks_seconds)
+        output, _ = process.communicate(timeout=_DOCTOR_RANKS_SECONDS)
     except subprocess.TimeoutExpired:
         process.terminate()  # its guard ends the ranks
         process.communicate()
-        return f"they did not meet within {patience.current.doctor_ranks_seconds:g} s"
+        return f"they did not meet within {_DOCTOR_RANKS_SECONDS:g} s"
     if process.returncode == 0:
         return None
     return " ".join(line.strip() for line in output.splitlines()[-6:] if line.strip()) or f"exit {process.returncode}"
