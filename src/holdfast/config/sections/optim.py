@@ -353,18 +353,24 @@ OptimConfig = Annotated[
 
 
 class CriticOptimConfig(_Rates):
-    """AdamW for a critic; what has no key here is as in `optim` by default."""
+    """AdamW or SGD for a critic; what has no key here is as in `optim` by default."""
 
     removed: ClassVar[Mapping[str, str]] = {"ema": "nothing evaluates or exports averages of a critic; leave it out"}
-    kind: Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit", "adamw_fp8"] = "adamw"
+    kind: Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit", "adamw_fp8", "sgd"] = "adamw"
     """As in `optim.kind`."""
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
-    """Decay of the first and the second moment."""
+    """AdamW's decay of the first and the second moment."""
     schedule: Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, ByKind("cosine")] = CosineSchedule(
         warmup_ratio=0.03
     )
     """The rate over the steps."""
 
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield moments that SGD does not have."""
+        if self.kind == "sgd" and self.betas != (0.9, 0.999):
+            yield "betas", "kind sgd has no moments; leave it out"
+
     def as_optim(self) -> OptimConfig:
         """Return the section `optim` that says the same."""
-        return TypeAdapter[OptimConfig](OptimConfig).validate_python(dict(self))
+        values = {name: value for name, value in self if name != "betas" or self.kind != "sgd"}
+        return TypeAdapter[OptimConfig](OptimConfig).validate_python(values)
