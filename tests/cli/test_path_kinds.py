@@ -17,8 +17,7 @@ import typer
 from holdfast.checkpoint.format.shards import shard_file
 from holdfast.cli.main import COMMANDS, app
 from holdfast.config.load import load_config
-from holdfast.config.path_kinds import PathKind, recognise
-from holdfast.config.path_uses import KEYS, misplaced
+from holdfast.config.path_kinds import KEYS, PathKind, misplaced, recognise
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.rows.files import files_of_split, find_files
 from holdfast.errors import ConfigError, DataError, ModelError, UserError
@@ -32,26 +31,26 @@ RUN = "steps: 2\nmodel: {path: hf}\ndata: {path: rows.jsonl}\n"
 EASYR1 = (
     "data: {train_files: a.parquet, val_files: b.parquet, prompt_key: q}\nworker: {actor: {model: {model_path: hf}}}\n"
 )
-PLACES: dict[str, PathKind] = {
+PLACES: dict[str, PathKind | None] = {
     "runs/run": K.RUN,
     "runs": K.RUNS,
     "runs/run/checkpoints": K.CHECKPOINTS,
     "runs/run/checkpoints/step-00000002": K.CHECKPOINT,
-    "runs/run/checkpoints/step-00000002/manifest.json": K.CHECKPOINT_FILE,
-    "runs/run/checkpoints/step-00000002/tensors": K.CHECKPOINT_FILE,
-    f"runs/run/checkpoints/step-00000002/{shard_file(0)}": K.CHECKPOINT_FILE,
+    "runs/run/checkpoints/step-00000002/manifest.json": None,
+    "runs/run/checkpoints/step-00000002/tensors": None,
+    f"runs/run/checkpoints/step-00000002/{shard_file(0)}": K.WEIGHTS,
     "runs/run/checkpoints/step-00000001": K.CHECKPOINT,
     "tensors/model.safetensors": K.WEIGHTS,
     "runs/run/exports/final": K.EXPORT,
     "runs/run/exports/final-adapter": K.ADAPTER,
-    "runs/run/metrics.jsonl": K.RECORD,
+    "runs/run/metrics.jsonl": K.ROWS,
     "runs/run/config.resolved.yaml": K.RUN_FILE,
     "hf": K.MODEL,
-    "hf/config.json": K.MODEL_CONFIG,
+    "hf/config.json": None,
     "hf/model.safetensors": K.WEIGHTS,
-    "lfs": K.LFS_POINTER,
-    "lfs.jsonl": K.LFS_POINTER,
-    "verl": K.FOREIGN_CHECKPOINT,
+    "lfs": K.MODEL,
+    "lfs.jsonl": K.ROWS,
+    "verl": None,
     "run.yaml": K.RUN_FILE,
     "easyr1.yaml": K.FOREIGN_CONFIG,
     "trl.yaml": K.FOREIGN_CONFIG,
@@ -59,11 +58,12 @@ PLACES: dict[str, PathKind] = {
     "llamafactory.yaml": K.FOREIGN_CONFIG,
     "verl.yaml": K.FOREIGN_CONFIG,
     "rows.jsonl": K.ROWS,
-    "rows": K.ROWS_DIRECTORY,
-    "train.py": K.SCRIPT,
-    "empty": K.UNKNOWN,
-    "picture.png": K.UNKNOWN,
-    "absent": K.UNKNOWN,
+    "rows": K.ROWS,
+    "rows_with_a_configuration": K.ROWS,
+    "train.py": None,
+    "empty": None,
+    "picture.png": None,
+    "absent": None,
 }
 
 
@@ -81,7 +81,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "runs/run/checkpoints/step-00000001/dcp/.metadata": "",
         "tensors/model.safetensors": "x" * 2000,
         "runs/run/exports/final/config.json": model,
-        "runs/run/exports/final/holdfast.yaml": RUN,
+        "runs/run/exports/final/holdfast_export.json": "{}",
+        "runs/run/exports/final/model.safetensors": "x" * 2000,
         "runs/run/exports/final-adapter/adapter_config.json": "{}",
         "hf/config.json": model,
         "hf/model.safetensors": "x" * 2000,
@@ -97,6 +98,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "verl.yaml": "data: {train_files: a}\nactor_rollout_ref: {model: {path: hf}, rollout: {n: 4}}\n",
         "rows.jsonl": '{"text": "a"}\n',
         "rows/a.jsonl": '{"text": "a"}\n',
+        "rows_with_a_configuration/config.json": "{}",
+        "rows_with_a_configuration/manifest.json": "{}",
+        "rows_with_a_configuration/a.parquet": "",
         "train.py": "",
         "picture.png": "",
         "empty/.keep": "",
@@ -109,13 +113,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("path", "kind"), PLACES.items())
-def test_every_kind_is_recognised(places: Path, path: str, kind: PathKind) -> None:
-    assert recognise(path).kind is kind
-    assert recognise(places / path).kind is kind
+def test_every_kind_is_recognised(places: Path, path: str, kind: PathKind | None) -> None:
+    assert recognise(path)[0] is kind
+    assert recognise(str(places / path))[0] is kind
 
 
 def test_the_name_of_the_system_is_found(places: Path) -> None:
-    systems = {path: recognise(path).facts["system"] for path, kind in PLACES.items() if kind is K.FOREIGN_CONFIG}
+    systems = {path: recognise(path)[1]["system"] for path, kind in PLACES.items() if kind is K.FOREIGN_CONFIG}
 
     assert systems == {f"{name}.yaml": name for name in ("easyr1", "trl", "axolotl", "llamafactory", "verl")}
 
@@ -126,16 +130,16 @@ def test_the_name_of_the_system_is_found(places: Path) -> None:
         ("seed: 1\nlearning_rate: 1.0e-5\n", K.FOREIGN_CONFIG),
         ("steps: 2\nmodle: {path: hf}\ndata: {path: rows.jsonl}\n", K.RUN_FILE),
         ("steps: 2\nmodel: {path: hf}\nevaluation: {sets: {a: {path: a.jsonl}}}\n", K.RUN_FILE),
-        ("optim: {lr: 1.0e-5}\n", K.UNKNOWN),
-        ("zzz: 1\n", K.UNKNOWN),
-        ("[1, 2]\n", K.UNKNOWN),
-        ("", K.UNKNOWN),
+        ("optim: {lr: 1.0e-5}\n", None),
+        ("zzz: 1\n", None),
+        ("[1, 2]\n", None),
+        ("", None),
     ],
 )
-def test_a_configuration_is_told_by_whose_keys_it_has_more_of(places: Path, text: str, kind: PathKind) -> None:
+def test_a_configuration_is_told_by_whose_keys_it_has_more_of(places: Path, text: str, kind: PathKind | None) -> None:
     (places / "some.yaml").write_text(text)
 
-    assert recognise("some.yaml").kind is kind
+    assert recognise("some.yaml")[0] is kind
 
 
 PROGRAM = typer.main.get_command(app)
@@ -189,19 +193,17 @@ def test_every_command_that_takes_a_path_says_which_kinds() -> None:
 def is_answer(text: str, path: str) -> bool:
     """Return whether a refusal is one paragraph that names the path, and what takes it."""
     sentence = text.partition(" takes ")[2]
-    names_command = re.search(r"`(holdfast|git lfs|hf) [^`]+`|[a-z.]+=\S", sentence) is not None
-    other = re.search(r"Name (?:its directory, |[^:]*: )(\S+?)[.;]", sentence)
-    names_path = other is not None and Path(other[1].rstrip(".")).exists()
+    names_taker = re.search(r"`holdfast [^`]+`|[a-z.]+=\S", sentence) is not None
     begins = re.match(re.escape(path) + " is (a|an|the) ", text) is not None
-    return begins and "\n" not in text and "{" not in text and (names_command or names_path)
+    return begins and "\n" not in text and "{" not in text and names_taker
 
 
 @pytest.mark.parametrize(("command", "parameter"), ARGUMENTS)
 def test_every_kind_is_taken_or_answered_by_what_takes_it(places: Path, command: str, parameter: str) -> None:
     refusals = {path: ask(command, parameter, path) for path in PLACES}
 
-    assert all(not refusals[path] for path, kind in PLACES.items() if kind is K.UNKNOWN)
-    assert any(not refusals[path] for path, kind in PLACES.items() if kind is not K.UNKNOWN)
+    assert all(not refusals[path] for path, kind in PLACES.items() if kind is None)
+    assert any(not refusals[path] for path, kind in PLACES.items() if kind is not None)
     assert [(path, text) for path, text in refusals.items() if text and not is_answer(text, path)] == []
 
 
@@ -214,10 +216,10 @@ def test_every_kind_is_taken_by_a_key_or_answered(places: Path, key: str) -> Non
 
 ANSWERED = {
     "sft easyr1.yaml": "EasyR1, `holdfast config import easyr1.yaml --from easyr1 --to RUN.yaml`",
-    "sft runs/run": "`holdfast sft runs/run/config.resolved.yaml`",
-    "eval runs/run": "sft`, eval` runs/run/exports/final.",
-    "report run.yaml": "`holdfast report runs/run`",
-    "train trl.yaml": "train`: sft, dpo, reward, grpo, distill. TRL. trl.yaml --from trl --to RUN.yaml`",
+    "sft runs/run": "runs/run/config.resolved.yaml",
+    "eval runs/run": "eval` runs/run/exports",
+    "report run.yaml": "`holdfast sft run.yaml` run.dir run.name",
+    "train trl.yaml": "train`: sft, dpo, reward, grpo, distill. TRL trl.yaml --from trl --to RUN.yaml`",
     "replay runs/run --step 1": "sft`, grpo` rollout.record: report runs/run`",
     "config import run.yaml --from trl": "import` `holdfast sft run.yaml`",
 }
@@ -249,12 +251,12 @@ def test_what_a_newcomer_types_is_answered_on_the_screen(
 @pytest.mark.parametrize(
     ("path", "named"),
     [
-        ("runs/run", "runs/run/exports/final."),
+        ("runs/run", "runs/run/exports"),
         ("runs/run/checkpoints/step-00000002", "checkpoint.init_from=runs/run/checkpoints/step-00000002"),
-        ("runs/run/exports/final-adapter", "runs/run/exports/final."),
+        ("runs/run/exports/final-adapter", "model.lora.path=runs/run/exports/final-adapter"),
         ("lfs", "git-lfs"),
         ("rows.jsonl", "data.path=rows.jsonl"),
-        ("hf/model.safetensors", " hf."),
+        ("hf/model.safetensors", "model.path=hf."),
     ],
 )
 def test_a_model_path_of_another_kind_hears_of_what_takes_it(places: Path, said: Said, path: str, named: str) -> None:
@@ -264,9 +266,7 @@ def test_a_model_path_of_another_kind_hears_of_what_takes_it(places: Path, said:
     said(str(raised.value))
 
 
-@pytest.mark.parametrize(
-    ("path", "named"), [("lfs.jsonl", "lfs pull`"), ("runs/run", "holdfast report"), ("hf", "model.path=")]
-)
+@pytest.mark.parametrize(("path", "named"), [("runs/run", "holdfast report"), ("hf", "model.path=")])
 def test_a_data_path_of_another_kind_hears_of_what_takes_it(places: Path, said: Said, path: str, named: str) -> None:
     with pytest.raises(DataError, match=re.escape(named)) as raised:
         find_files(path, places)
@@ -279,8 +279,19 @@ def test_a_pointer_among_the_files_of_a_directory_is_named(places: Path, said: S
 
     with pytest.raises(DataError, match=r"b\.jsonl .*git-lfs") as raised:
         files_of_split([places / "rows"], None, "rows")
+    with pytest.raises(DataError, match=r"lfs\.jsonl .*git-lfs"):
+        files_of_split([places / "lfs.jsonl"], None, "lfs.jsonl")
 
     said(str(raised.value))
+
+
+def test_only_a_pointer_that_a_run_would_read_refuses_a_model(places: Path) -> None:
+    (places / "hf" / "pytorch_model.bin").write_text(LFS)
+    assert local_directory("hf", places) == Path("hf")
+
+    (places / "hf" / "tokenizer.json").write_text(LFS)
+    with pytest.raises(ModelError, match=r"^hf/tokenizer\.json .*`git lfs pull`"):
+        local_directory("hf", places)
 
 
 def test_a_missing_evaluation_file_is_told_under_its_own_key(places: Path, said: Said) -> None:
@@ -294,7 +305,7 @@ def test_a_run_of_another_command_is_named_with_its_model(places: Path, said: Sa
     check_verb(places / "runs" / "run", "sft")
     check_verb(places / "absent", "dpo")
 
-    with pytest.raises(ConfigError, match=r" sft`.* dpo`.*/final") as raised:
+    with pytest.raises(ConfigError, match=r" sft`.* dpo`.*checkpoint export") as raised:
         check_verb(places / "runs" / "run", "dpo")
 
     said(str(raised.value))

@@ -1,4 +1,4 @@
-"""Arguments that several commands take; those that are paths say which kinds of paths."""
+"""Arguments that several commands take; an argument of a path lists the kinds of paths that it takes."""
 
 # As `main`, without `from __future__ import annotations`.
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.config.path_kinds import PathKind
-from holdfast.config.path_uses import KEYS, MODEL_PATH, check_path
+from holdfast.config.path_kinds import KEYS, MODEL_PATH, PathKind, misplaced
+from holdfast.errors import UserError
 
 if TYPE_CHECKING:
     from torch import dtype as TorchDtype
@@ -20,22 +20,21 @@ def takes(*kinds: PathKind) -> Callable[[typer.Context, Any], Any]:
 
     def check(context: typer.Context, value: Any) -> Any:
         for path in value if isinstance(value, list | tuple) else [value]:
-            if path is not None:
-                check_path(str(path), kinds, f"`{_command(context)}`")
+            refusal = None if path is None else misplaced(str(path), kinds, f"`{_command(context)}`")
+            if refusal is not None:
+                raise UserError(refusal)
         return value
 
     return check
 
 
 def _command(context: Any) -> str:
-    names = []
-    while context.parent is not None:
-        names.append(context.info_name)
-        context = context.parent
-    return " ".join(["holdfast", *reversed(names)])
+    """Return the words of a command; those of the process may begin with a path to the program."""
+    below = "" if context.parent is None else _command(context.parent)
+    return f"{below} {context.info_name}" if below else "holdfast"
 
 
-IS_MODEL, IS_ROWS = takes(*KEYS["model.path"]), takes(*KEYS["data.path"])
+IS_MODEL, IS_ROWS, IS_RUN = takes(*MODEL_PATH), takes(*KEYS["data.path"]), takes(PathKind.RUN)
 Model = Annotated[
     str | None,
     typer.Option(
@@ -45,15 +44,33 @@ Model = Annotated[
 Rows = Annotated[
     str | None, typer.Option("--data", help="Rows: a file, a directory, or a name on the hub.", callback=IS_ROWS)
 ]
+Teacher = Annotated[str | None, typer.Option("--teacher", help="The model that a distillation learns from.")]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that lies in the checkpoint, if its model needs it."),
+]
+
+_RUN_FILE = typer.Argument(
+    metavar="RUN.yaml", help="The run's configuration.", show_default=False, callback=takes(PathKind.RUN_FILE)
+)
+RunFile = Annotated[Path, _RUN_FILE]
+OptionalRunFile = Annotated[Path | None, _RUN_FILE]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[MORE.yaml|a.b=value ...]", help="Files and values that replace the file's."),
+]
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="A run, whether it goes on or has ended.", callback=IS_RUN)
+]
 RecordedRun = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.", callback=takes(PathKind.RUN))
+    Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.", callback=IS_RUN)
 ]
 EvaluationTarget = Annotated[
     str,
     typer.Argument(
         metavar="RUN.yaml|MODEL",
         help="A run's file, an exported model, or with --data any model.",
-        callback=takes(PathKind.EXPORT, PathKind.RUN_FILE, *MODEL_PATH),
+        callback=takes(PathKind.EXPORT, PathKind.RUN_FILE, PathKind.MODEL),
     ),
 ]
 GenerationTargets = Annotated[
@@ -61,7 +78,7 @@ GenerationTargets = Annotated[
     typer.Argument(
         metavar="MODEL|CHECKPOINT|RUN...",
         help="Of a run: its newest checkpoint. Several: side by side.",
-        callback=takes(PathKind.EXPORT, PathKind.RUN, PathKind.CHECKPOINT, PathKind.CHECKPOINTS, *MODEL_PATH),
+        callback=takes(PathKind.EXPORT, PathKind.RUN, PathKind.CHECKPOINT, PathKind.CHECKPOINTS, PathKind.MODEL),
     ),
 ]
 ModelTarget = Annotated[
@@ -69,40 +86,19 @@ ModelTarget = Annotated[
     typer.Argument(
         metavar="MODEL|RUN.yaml",
         help="A directory, a config.json, a hub name, or a run's file.",
-        callback=takes(*MODEL_PATH, PathKind.MODEL_CONFIG, PathKind.RUN_FILE),
+        callback=takes(*MODEL_PATH, PathKind.RUN_FILE),
     ),
 ]
 ForeignFile = Annotated[
     Path,
     typer.Argument(
-        metavar="FILE",
-        help="YAML or JSON that another system reads.",
-        callback=takes(PathKind.FOREIGN_CONFIG, PathKind.SCRIPT),
+        metavar="FILE", help="YAML or JSON that another system reads.", callback=takes(PathKind.FOREIGN_CONFIG)
     ),
 ]
 Configuration = Annotated[
     Path,
     typer.Argument(help="A YAML file, or the directory of a run.", callback=takes(PathKind.RUN_FILE, PathKind.RUN)),
 ]
-
-_RUN_FILE = typer.Argument(
-    metavar="RUN.yaml", help="The run's configuration.", show_default=False, callback=takes(PathKind.RUN_FILE)
-)
-RunFile = Annotated[Path, _RUN_FILE]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[MORE.yaml|a.b=value ...]", help="Files and values that replace the file's."),
-]
-OptionalRunFile = Annotated[Path | None, _RUN_FILE]
-IS_RUN = takes(PathKind.RUN)
-RunDirectory = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="A run, whether it goes on or has ended.", callback=IS_RUN)
-]
-TrustCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run Python code that lies in the checkpoint, if its model needs it."),
-]
-Teacher = Annotated[str | None, typer.Option("--teacher", help="The model that a distillation learns from.")]
 
 
 class Dtype(StrEnum):

@@ -1,10 +1,9 @@
-"""Groups of commands. Each command is imported when it is called, and commands or flags of other tools get a hint."""
+"""Groups of commands. A command is imported when it is called; a command or flag of another tool gets a hint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
@@ -41,22 +40,23 @@ def command_line(
     """Return the program.
 
     Args:
-        commands: Those of a group begin with its name, as in `checkpoint ls`.
+        commands: Name to entry; the name of a group's command begins with the group, e.g. `checkpoint ls`.
         groups: Name to a line of help.
-        before_all: What is called before any command; its parameters are options of the program.
+        before_all: Called before any command; its parameters are options of the program.
     """
-    outermost = {name: command for name, command in commands.items() if " " not in name}
-    app = _group(outermost, add_completion=True)
+    listed: dict[str, dict[str, CommandEntry]] = {group: {} for group in ("", *groups)}
+    for name, command in commands.items():
+        group, _, word = name.rpartition(" ")
+        listed[group][word] = command
+    app = _group(listed[""], add_completion=True)
     app.callback()(before_all)
     for group, text in groups.items():
-        below = {name.partition(" ")[2]: command for name, command in commands.items() if name.startswith(f"{group} ")}
-        app.add_typer(_group(below, help=text), name=group)
+        app.add_typer(_group(listed[group], help=text), name=group)
     return app
 
 
 def _group(listed: Mapping[str, CommandEntry], **options: Any) -> typer.Typer:
-    kind = type("ListedGroup", (HintingGroup,), {"listed": listed})
-    return _typer(cls=kind, no_args_is_help=True, **options)
+    return _typer(cls=type("ListedGroup", (HintingGroup,), {"listed": listed}), no_args_is_help=True, **options)
 
 
 def _typer(**options: Any) -> typer.Typer:
@@ -64,7 +64,7 @@ def _typer(**options: Any) -> typer.Typer:
 
 
 class HintingGroup(TyperGroup):
-    """Commands that say what was meant where a word is none of theirs."""
+    """Lazily imported commands, with a hint for a word that names none of them."""
 
     listed: Mapping[str, CommandEntry] = {}
 
@@ -88,24 +88,23 @@ class HintingGroup(TyperGroup):
             formatter.write_dl(rows)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the words name.
+        """Return the command that the words name.
 
         Raises:
-            ConfigError: They name one of another tool, or a key of the run as an option.
+            ConfigError: The words name a command of another tool, or a key of the run as an option.
         """
-        if ctx.resilient_parsing:  # a shell asks for completions, and shows what is said amid the line
+        if ctx.resilient_parsing:  # a shell asks for completions, and would show a message amid the line
             return super().resolve_command(ctx, args)
-        name, arguments = args[0], args[1:]
+        name = args[0]
         if self.get_command(ctx, name) is None:
             if ctx.parent is None:
-                _refuse_command(name, arguments)
+                _refuse_command(name, args[1:])
             close = [repr(match) for match in get_close_matches(name, self.list_commands(ctx))]
             ctx.fail(f"No such command {name!r}.{f' Did you mean {chr(32).join(close)}?' if close else ''}")
         resolved = super().resolve_command(ctx, args)
-        command = resolved[1]
-        if command is not None and any(parameter.name == "overrides" for parameter in command.params):
-            options = {text for parameter in command.params for text in parameter.opts}
-            _refuse_dashes(resolved[2], options)
+        parameters = resolved[1].params if resolved[1] is not None else []
+        if any(parameter.name == "overrides" for parameter in parameters):
+            _refuse_dashes(resolved[2], {"--help"} | {text for parameter in parameters for text in parameter.opts})
         return resolved
 
 
@@ -114,21 +113,16 @@ def _refuse_command(name: str, arguments: list[str]) -> None:
         raise ConfigError(f"There is no command `holdfast {name}`. {_ELSEWHERE[name]}")
     if name not in _TRAINS:
         return
-    from holdfast.config.path_kinds import PathKind, recognise
-    from holdfast.config.path_uses import use
-    from holdfast.config.verbs.roots import ROOTS, verb_of
-    from holdfast.config.yaml12 import parse_file
+    from holdfast.config.path_kinds import PathKind, misplaced, recognise
+    from holdfast.config.verbs.roots import ROOTS
 
     file = arguments[0] if arguments else "RUN.yaml"
     text = f"There is no command `holdfast {name}`: each way of training has its own, {', '.join(ROOTS)}."
-    at = recognise(file)
-    if at.kind not in {PathKind.RUN_FILE, PathKind.UNKNOWN}:
-        raise ConfigError(f"{text} {file} is {at.noun}. {use(at, PathKind.RUN_FILE)}")
-    try:
-        verb = verb_of(parse_file(Path(file)).values)
-    except ConfigError:
-        raise ConfigError(f"{text} For example: `holdfast sft {file}`.") from None
-    raise ConfigError(f"{text} {file} looks like one for {verb}: `holdfast {verb} {file}`.")
+    kind, facts = recognise(file)
+    if kind is PathKind.RUN_FILE:
+        raise ConfigError(f"{text} {file} looks like one for {facts['verb']}: `holdfast {facts['verb']} {file}`.")
+    refusal = misplaced(file, [PathKind.RUN_FILE], "each of them")
+    raise ConfigError(f"{text} {refusal or f'For example: `holdfast sft {file}`.'}")
 
 
 def _refuse_dashes(arguments: list[str], options: set[str]) -> None:
@@ -137,7 +131,7 @@ def _refuse_dashes(arguments: list[str], options: set[str]) -> None:
         name, equals, value = argument.partition("=")
         if argument == "--":
             return
-        if not name.startswith("--") or name in {*options, "--help"} or not _is_key(name[2:], bool(equals)):
+        if not name.startswith("--") or name in options or not _is_key(name[2:], bool(equals)):
             continue
         following = arguments[index + 1] if index + 1 < len(arguments) else ""
         value = value if equals else following if following and not following.startswith("-") else "VALUE"

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.base import Section
-from holdfast.config.path_kinds import PathKind, recognise
-from holdfast.config.path_uses import use
 from holdfast.config.public import WHOLE, public_configuration
 from holdfast.config.verbs.training import as_plain
 from holdfast.config.versions import versions
@@ -65,11 +63,12 @@ def check_verb(directory: Path, verb: str) -> None:
     Raises:
         ConfigError: A run of another command is there; the message says how to begin with its model.
     """
-    at = recognise(directory)
-    if at.kind is PathKind.RUN and at.facts.get("verb", verb) != verb:
+    recorded = _recorded(directory, "verb")
+    if isinstance(recorded, str) and recorded != verb:
         raise ConfigError(
-            f"{directory} is {at.noun}, and `holdfast {verb}` cannot continue it. Choose another run.name. "
-            f"{use(at, PathKind.MODEL)}"
+            f"{directory} is the directory of a run of `holdfast {recorded}`, and `holdfast {verb}` cannot continue "
+            f"it. Choose another run.name. `holdfast checkpoint export {directory} -o DIR` makes a model of it, and "
+            "model.path=DIR begins with that."
         )
 
 
@@ -166,11 +165,16 @@ def run_id(directory: Path) -> str:
 
 def parent(directory: Path) -> dict[str, Any] | None:
     """Return what the run in a directory started from, as run.json has it."""
-    try:
-        recorded_parent: dict[str, Any] | None = read_json(directory / IDENTITY).get("parent")
-    except (OSError, ValueError, AttributeError):  # `run_id` says what is wrong with it
-        return None
+    recorded_parent: dict[str, Any] | None = _recorded(directory, "parent")
     return recorded_parent
+
+
+def _recorded(directory: Path, key: str) -> Any:
+    """Return a value of run.json; None where it has none or cannot be read, of which `run_id` says what is wrong."""
+    try:
+        return read_json(directory / IDENTITY).get(key)
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def last_saved(directory: Path) -> int | None:

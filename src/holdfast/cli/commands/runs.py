@@ -61,7 +61,7 @@ def list_runs(
         typer.Argument(
             metavar="[DIR]",
             help="Where runs are, or one run.",
-            callback=takes(PathKind.RUNS, PathKind.RUN, PathKind.ROWS_DIRECTORY),
+            callback=takes(PathKind.RUNS, PathKind.RUN, PathKind.ROWS),
         ),
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,

@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.config.path_uses import KEYS, misplaced
+from holdfast.config.path_kinds import KEYS, misplaced, pointer_refusal
 from holdfast.data.rows.arrow_rows import ARROW_SUFFIXES, PARQUET_SUFFIXES, choose_split
 from holdfast.data.rows.json_rows import JSON_SUFFIXES, TABLE_SUFFIXES
 from holdfast.errors import DataError
-from holdfast.files import REGULAR, expanded, file_kind, is_lfs_pointer
+from holdfast.files import REGULAR, expanded, file_kind
 
 _KINDS = {
     "JSON": JSON_SUFFIXES,
@@ -118,8 +118,8 @@ def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[
 def _refuse_without_rows(file: Path) -> None:
     if (kind := file_kind(file)) != REGULAR:
         raise DataError(f"{file} is {kind}, not a regular file. Rows are read more than once; write a file.")
-    if is_lfs_pointer(file):
-        raise DataError(misplaced(str(file), KEYS["data.path"], "data.path"))
+    if refusal := pointer_refusal(file):
+        raise DataError(refusal)
 
 
 def _ends_in() -> str:

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.arguments import Dtype, ForeignFile, takes, torch_dtype
-from holdfast.config.path_kinds import PathKind
-from holdfast.config.path_uses import MODEL_PATH
+from holdfast.config.path_kinds import MODEL_PATH, PathKind
 from holdfast.errors import ConfigError
 
 
@@ -26,7 +25,7 @@ ForeignArgument = Annotated[
         metavar="DIR",
         help="A checkpoint of another system, or its run.",
         show_default=False,
-        callback=takes(*(PathKind.FOREIGN_CHECKPOINT, *MODEL_PATH), PathKind.ADAPTER, PathKind.WEIGHTS),
+        callback=takes(PathKind.FOREIGN_CHECKPOINT, *MODEL_PATH, PathKind.ADAPTER, PathKind.WEIGHTS),
     ),
 ]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast.config.path_uses import KEYS, misplaced
+from holdfast.config.path_kinds import KEYS, misplaced, pointer_refusal
 from holdfast.errors import ModelError
 from holdfast.files import expanded
+
+_READ = ("*.safetensors", "*.json", "*.model")
 
 
 def local_directory(name: str, base: Path, key: str = "model.path") -> Path | None:
@@ -30,6 +32,9 @@ def local_directory(name: str, base: Path, key: str = "model.path") -> Path | No
             raise ModelError(refusal)
     for directory in (expanded(name), base / name):
         if directory.is_dir():
+            for file in (file for pattern in _READ for file in sorted(directory.glob(pattern))):
+                if refusal := pointer_refusal(file):
+                    raise ModelError(refusal)
             return directory
     if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", name) or name.startswith((".", "/", "~")):
         looked = " and ".join(dict.fromkeys(f"from {directory}" for directory in (Path.cwd(), base.resolve())))
