@@ -127,7 +127,7 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
     if elsewhere and not _close(name, siblings, 0.85):
         return f"unknown key here; it belongs elsewhere: did you mean {' or '.join(elsewhere[:3])}?"
     by_last_word = {dotted.split(".")[-1]: dotted for dotted in sorted(everywhere, key=lambda key: "*" not in key)}
-    close = _close(name, siblings, 0.6) or by_last_word.get(_close(name, list(by_last_word), 0.8) or "")
+    close = _close(name, siblings, 0.7) or by_last_word.get(_close(name, list(by_last_word), 0.8) or "")
     return f"unknown key; did you mean {close}?" if close else f"unknown key; this section has {', '.join(siblings)}"
 
 
@@ -143,7 +143,7 @@ def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
 
 
 def _no_such_kind(kind: str, kinds: Sequence[str]) -> str:
-    close = _close(kind, kinds, 0.6)
+    close = _close(kind, kinds, 0.7)
     meant = f" Did you mean {close}?" if close else ""
     return f"there is no kind {kind!r}.{meant} Kinds: {', '.join(kinds)}"
 

@@ -240,7 +240,8 @@ def parse_file(path: Path) -> Document:
     except FileNotFoundError as error:
         raise ConfigError(f"There is no file {path}. Give the path of a run's YAML file.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read: {reason}. Give the path of a run's YAML file.") from error
     return parse_text(text, str(path))
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.card import card_of
 from holdfast.cli.commands.push.upload import outgoing_files
-from holdfast.config.base import LEFT_OUT
+from holdfast.config.base import LEFT_OUT, keys_of
 from holdfast.config.load import from_mapping
 from holdfast.config.public import HASHED, WHOLE, public_configuration
 from holdfast.config.verbs.roots import ROOTS
@@ -40,7 +40,7 @@ PUBLIC = """
     JudgeConfig.model JudgeConfig.name JudgeConfig.prompt JudgeConfig.regex JudgeConfig.url LengthConfig.name
     MathConfig.column MathConfig.name ModelRewardConfig.name ModelRewardConfig.path OverlongConfig.name
     RepetitionConfig.name UserRewardConfig.name UserRewardConfig.path
-    CriticConfig.freeze CriticConfig.path
+    CriticConfig.freeze CriticConfig.path CriticOptimConfig.groups
     DataConfig.chat_template DataConfig.columns DataConfig.config_name DataConfig.filter DataConfig.format
     DataConfig.image_dir DataConfig.name DataConfig.path DataConfig.revision DataConfig.system
     PairDataConfig.chat_template PairDataConfig.columns PairDataConfig.config_name PairDataConfig.filter
@@ -131,7 +131,7 @@ class Planter:
             secret = self.secret()
             return self._random.choice([secret, [secret, {"b": secret}], {"c-d": secret}])
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            fields = annotation.model_fields.items()
+            fields = keys_of(annotation).items()
             return {name: self.value(field.annotation, f"{annotation.__name__}.{name}") for name, field in fields}
         if annotation is type(None):
             return None
@@ -143,7 +143,7 @@ def test_every_key_that_takes_texts_is_known_as_public_or_secret() -> None:
     keys = {
         f"{section.__name__}.{name}"
         for section in reached
-        for name, field in section.model_fields.items()
+        for name, field in keys_of(section).items()
         if holds_texts(field.annotation)
     }
 
