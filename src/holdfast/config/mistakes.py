@@ -143,7 +143,7 @@ def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
 
 
 def _no_such_kind(kind: str, kinds: Sequence[str]) -> str:
-    close = _close(kind, kinds, 0.7)
+    close = _close(kind, kinds, 0.6)
     meant = f" Did you mean {close}?" if close else ""
     return f"there is no kind {kind!r}.{meant} Kinds: {', '.join(kinds)}"
 
