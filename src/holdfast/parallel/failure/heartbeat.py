@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from holdfast import patience
 from holdfast.parallel.failure.reports import LOST, Failure, NoteBoard, place
@@ -51,39 +51,36 @@ class Whereabouts:
         return Failure(self.rank, "silent", self.phase, kind, message, self.step, time.time(), self.host)
 
 
-@dataclass
 class Sightings:
     """When this process last received a new beat of each other rank; filled by the heartbeat thread."""
 
-    last_words: dict[int, Whereabouts] = field(default_factory=dict)
-    """Latest beat of each other rank."""
-    _texts: dict[int, str | None] = field(default_factory=dict)
-    _heard_at: dict[int, float] = field(default_factory=dict)
-    store_at: float | None = None
-    """When the store last answered; None before its first answer."""
+    def __init__(self) -> None:
+        self.last_words: dict[int, Whereabouts] = {}
+        """Latest beat of each other rank."""
+        self._beats: dict[int, str] = {}
+        self._heard_at: dict[int, float] = {}
+        self._store_at: float | None = None
+        """When the store last answered; None before its first answer."""
 
-    def take(self, texts: Mapping[int, str | None], whereabouts: Mapping[int, Whereabouts]) -> None:
-        """Record beats that were read from the store now.
+    def take(self, beats: Mapping[int, str | None]) -> None:
+        """Record each other rank's beat, None where it has none yet, that the store gave now.
 
-        Args:
-            texts: Text of each other rank's beat, None where it has none yet. A rank was heard if its text changed.
-            whereabouts: The same beats, parsed.
+        A rank was heard if its beat has changed.
         """
-        timestamp = time.monotonic()
-        for rank, text in texts.items():
-            if text is not None and self._texts.get(rank) != text:
-                self._texts[rank], self._heard_at[rank] = text, timestamp
-                self.last_words[rank] = whereabouts[rank]
-        self.store_at = timestamp
+        self._store_at = timestamp = time.monotonic()
+        for rank, beat in beats.items():
+            if beat is not None and self._beats.get(rank) != beat:
+                self._beats[rank], self._heard_at[rank] = beat, timestamp
+                self.last_words[rank] = _parse(rank, beat, silent=False)
 
     def forgive(self, seconds: float) -> None:
         """Subtract the time in which this process itself did not run from every rank's silence."""
         self._heard_at = {rank: at + seconds for rank, at in self._heard_at.items()}
-        self.store_at = None if self.store_at is None else self.store_at + seconds
+        self._store_at = None if self._store_at is None else self._store_at + seconds
 
     def store_silent_for(self, timestamp: float) -> float:
         """Return the seconds since the store answered."""
-        return 0.0 if self.store_at is None else timestamp - self.store_at
+        return 0.0 if self._store_at is None else timestamp - self._store_at
 
     def silent_for(self, timestamp: float) -> dict[int, float]:
         """Return the seconds since the last new beat of each other rank, without those that have left the run."""
@@ -151,7 +148,7 @@ class Heartbeat:
                 beat = f"{count}|{'' if step is None else step}|{self._host}|{phase}"
                 self._board.write(f"beat-rank-{self._rank}", beat)
                 if self._host and (beats := self._beats()) is not None:
-                    self.sightings.take(beats, {rank: _parse(rank, text, silent=False) for rank, text in beats.items()})
+                    self.sightings.take(beats)
             self._look()
             self._stop.wait(min(patience.current.failure_look_seconds, max(0.0, next_beat - time.monotonic())))
 
