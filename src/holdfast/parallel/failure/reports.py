@@ -187,42 +187,39 @@ class Reports:
         Where there is a launch directory, its files are read first and the store only after a while: once the store's
         host has died, every call to it prints a page of C++ stack frames.
         """
-        began = time.monotonic()
+        began, store_lives = time.monotonic(), True
         store_after = 0.0 if self._directory is None else patience.current.failure_store_seconds
         while True:
             failure = self.heard or self._first_in_files()
             waited = time.monotonic() - began
-            if failure is None and waited >= store_after:
-                failure = self._first_in_store(self._store)
+            if failure is None and store_lives and waited >= store_after:
+                try:
+                    failure = self._first_in_store(self._store)
+                except RuntimeError:
+                    store_lives = False
             if failure is not None or waited >= wait_seconds:
                 return failure
             time.sleep(0.05)
 
     def look(self) -> None:
         """Look once whether another rank has failed; for the thread that beats."""
-        if self.heard is not None:
-            return
-        if self._directory is not None:
+        if self.heard is None and self._directory is not None:
             self.heard = self._first_in_files()
-            return
-        with contextlib.suppress(RuntimeError):
-            connection = self._board.connection()
-            self.heard = self._first_in_store(connection)
-            if self.heard is not None:
-                connection.add(_HEARD_KEY, 1)
+        elif self.heard is None and self._store_lives:
+            try:
+                connection = self._board.connection()
+                self.heard = self._first_in_store(connection)
+                if self.heard is not None:
+                    connection.add(_HEARD_KEY, 1)
+            except RuntimeError:
+                self._store_lives = False
 
     def _first_in_files(self) -> Failure | None:
         reports = reports_in(self._directory) if self._directory is not None else []
         return next((each for each in reports if each.kind != "peer" and each.rank != self._rank), None)
 
     def _first_in_store(self, store: Store) -> Failure | None:
-        if not self._store_lives:
-            return None
-        try:
-            failure = parse_failure(store.get(_KEY)) if store.check([_KEY]) else None
-        except RuntimeError:
-            self._store_lives = False
-            return None
+        failure = parse_failure(store.get(_KEY)) if store.check([_KEY]) else None
         return failure if failure is not None and failure.rank != self._rank else None
 
     def linger(self) -> None:
