@@ -98,6 +98,14 @@ def test_a_crash_before_the_run_directory_exists_keeps_its_logs_until_the_next_s
     assert ground.hidden() == []
 
 
+def test_a_crash_of_a_run_that_has_a_directory_leaves_no_hidden_one(ground):
+    code = ground.launch("make_run()\nsys.exit(7)", ranks=1)
+
+    assert code == 3
+    assert ground.hidden() == []
+    assert (ground.run / "logs" / "rank-0.log").exists()
+
+
 def test_the_first_cause_is_named_when_survivors_die_of_it(ground, capfd):
     ground.launch("""
         import json

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from holdfast.config.sections.launch import LaunchConfig
-from holdfast.launch.deaths import Death, first_cause, last_error
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
+from holdfast.launch.verdict import Death, first_cause, last_error
 from holdfast.parallel.failure.reports import Failure
 
 
@@ -57,8 +57,17 @@ def death(rank, exit_code, time, kind=None, ended_by_launcher=False):
         [death(0, -signal.SIGABRT, 1.0, "silent"), death(1, 1, 2.0)],
         [death(0, -signal.SIGKILL, 3.0, ended_by_launcher=True), death(1, -signal.SIGSEGV, 3.1)],
         [death(0, 3, 3.0, "peer"), death(1, -signal.SIGKILL, 9.0, "error", ended_by_launcher=True)],
+        [death(0, 4, 1.0), death(1, -signal.SIGKILL, 2.0)],
     ],
-    ids=["own before lost peer", "earlier first", "kill before lost peer", "abort", "ended by us", "hung after report"],
+    ids=[
+        "own before lost peer",
+        "earlier first",
+        "kill before lost peer",
+        "abort",
+        "ended by us",
+        "hung after report",
+        "no result",
+    ],
 )
 def test_the_first_cause_is_rank_1(deaths):
     assert first_cause(deaths).rank == 1

@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError
 from holdfast.features.cluster.ray import RayOptions, launch_ray
 from holdfast.features.cluster.slurm import Job, JobStep, agent_options, batch_script, check_cluster, check_interfaces
 from holdfast.launch.first_rank import leave
-from holdfast.parallel.failure.heartbeat import Sightings, Whereabouts, silences
+from holdfast.parallel.failure.heartbeat import Sightings, silences
 from holdfast.parallel.rendezvous import store_of
 
 PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20007"}
@@ -126,9 +126,8 @@ def test_without_ray_a_run_on_it_is_refused() -> None:
 
 
 def seen(sightings: Sightings, beats: dict[int, tuple[str, str]]) -> None:
-    """Let ranks be heard with a text each, from a host each."""
-    places = {rank: Whereabouts(rank, 7, "forward", silent=False, host=host) for rank, (_, host) in beats.items()}
-    sightings.take({rank: text for rank, (text, _) in beats.items()}, places)
+    """Let ranks be heard with a count each, from a host each."""
+    sightings.take({rank: f"{count}|7|{host}|forward" for rank, (count, host) in beats.items()})
 
 
 def test_a_host_is_silent_when_all_its_ranks_are_and_a_rank_alone_is_not_a_host() -> None:

@@ -7,8 +7,7 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
-from holdfast.launch.deaths import Death
-from holdfast.launch.verdict import Verdict, judge
+from holdfast.launch.verdict import Death, Verdict, judge
 from holdfast.parallel.failure.reports import Failure
 
 NO_STOP, FIRST, SECOND = (False, False), (True, False), (True, True)
@@ -34,7 +33,8 @@ CASES = [
     ("a rank was refused, and none failed", NO_STOP, [KILLED, end(2)], 2, 1),
     ("a rank was refused, and none failed", NO_STOP, [end(0), end(-SIGKILL, "user", by_launcher=True)], 2, 1),
     ("a rank was refused, and none failed", SECOND, [end(2), end(2, "user")], 2, 0),
-    ("a second signal, and every rank ended with 0", SECOND, [end(0), end(0, "error")], 0, None),
+    ("a second signal, and every rank ended with 0", SECOND, [end(0), end(0, "peer")], 0, None),
+    ("a second signal", SECOND, [end(0), end(0, "error")], 3, None),
     ("a second signal", SECOND, [end(2, "user"), end(1, "error")], 3, None),
     ("a second signal", SECOND, [end(0), KILLED], 3, None),
     ("a first signal, and every rank ended with 0", FIRST, [end(0, "peer"), end(0, by_launcher=True)], 0, None),

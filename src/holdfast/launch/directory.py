@@ -13,16 +13,14 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 from holdfast.errors import ConfigError
 from holdfast.files import append_text
-from holdfast.parallel.failure.reports import Failure, parse_failure
-
-_READ_AT_MOST = 1 << 16
+from holdfast.parallel.failure.reports import Failure, read_note, report_file, reports_in, write_note
 
 
 class LaunchDirectory:
@@ -46,7 +44,9 @@ class LaunchDirectory:
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         with contextlib.suppress(OSError):  # a file system without locks: then nothing of ours is ever removed either
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        _remove_abandoned(parent, prefix, self.path)
+        for path in parent.glob(f"{prefix}*"):
+            if path != self.path:
+                _remove_if_abandoned(path)
         self.keep_logs = False
         self._logs = self.path / "logs"
         if (self._run_directory / "run.json").exists() or (self._run_directory / "logs").is_dir():
@@ -56,9 +56,7 @@ class LaunchDirectory:
     def __enter__(self) -> LaunchDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.settle()
         os.close(self._lock)
         if self._in_hiding and self.keep_logs:
@@ -99,18 +97,21 @@ class LaunchDirectory:
 
     def step(self) -> int | None:
         """Return the step rank 0 was at, None before the first."""
-        text = _read(self.path / "step").strip()
+        text = (read_note(self.path / "step") or "").strip()
         return int(text) if text.isdecimal() else None
 
     def phase(self, rank: int) -> str:
         """Return the phase a rank was in; empty if it recorded none."""
-        return _read(self.path / f"phase-rank-{rank}").strip()
+        return (read_note(self.path / f"phase-rank-{rank}") or "").strip()
 
     def reports(self) -> list[Failure]:
-        """Return what ranks said about their failures, earliest first."""
-        # A report that is torn or foreign is passed over: the exit code still speaks.
-        reports = [parse_failure(_read(path)) for path in self.path.glob("failure-rank-*.json")]
-        return sorted(filter(None, reports), key=lambda report: report.time)
+        """Return the reports of failures, earliest first; a torn one is passed over, and the exit code still speaks."""
+        return reports_in(self.path)
+
+    def report(self, report: Failure) -> None:
+        """Write the report of a rank that died without one, so that the survivors can name it."""
+        if not (target := report_file(self.path, report.rank)).exists():
+            write_note(target, json.dumps(asdict(report)))
 
     def note_ending(self, event: str, step: int, reason: str) -> None:
         """Append to events.jsonl how the run ended, for ranks that could not; reports are deleted after this launch."""
@@ -119,39 +120,28 @@ class LaunchDirectory:
             with contextlib.suppress(OSError):  # a full disk: the launcher still says it on the terminal
                 append_text(self._run_directory / "events.jsonl", json.dumps(values) + "\n")
 
-    def report(self, report: Failure) -> None:
-        """Write the report of a rank that died without one, so that the survivors can name it."""
-        target = self.path / f"failure-rank-{report.rank}.json"
-        staging = target.with_suffix(".launcher")
-        with contextlib.suppress(OSError):  # a full disk: the launcher still says it on the terminal
-            staging.write_text(json.dumps(asdict(report)))
-            if not target.exists():
-                staging.rename(target)
 
-
-def _read(path: Path) -> str:
-    try:
-        with path.open(errors="replace") as file:
-            return file.read(_READ_AT_MOST)
-    except OSError:
-        return ""
-
-
-def _remove_abandoned(parent: Path, prefix: str, current: Path) -> None:
-    """Remove launch directories of this run whose launcher has ended, which shows in that their lock is free."""
-    for path in parent.glob(f"{prefix}*"):
-        if path == current:
-            continue
+def _remove_if_abandoned(path: Path) -> None:
+    """Remove a launch directory whose launcher has ended, which shows in that its lock is free."""
+    with contextlib.suppress(OSError):
+        lock = os.open(path / "lock", os.O_RDWR)
         try:
-            lock = os.open(path / "lock", os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            # The lock is free if the launcher has ended, however it ended: the kernel releases the locks of a dead
-            # process.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            pass
         finally:
             os.close(lock)
+
+
+@contextlib.contextmanager
+def meeting_file() -> Iterator[Path]:
+    """Yield the path of an empty file for the ranks of one attempt to meet; the file is removed after the block.
+
+    Unlike a TCP port, other users cannot write to it. It is an anonymous file in memory, whose only path is this
+    process's descriptor under /proc, which only processes of the same user can open. No file system has to support
+    locks, and nothing remains however the launcher ends.
+    """
+    descriptor = os.memfd_create("holdfast-store")
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.config.sections.launch import LaunchConfig
-from holdfast.config.versions import versions
-from holdfast.files import size_words
-from holdfast.launch.rendezvous import _STORE_VARIABLE
 
 LAUNCH_DIRECTORY_VARIABLE = "HOLDFAST_LAUNCH_DIR"
 """Set in every rank; processes of a launch are recognised by it."""
+STORE_VARIABLE = "HOLDFAST_STORE"
+"""Path of the file of `torch.distributed`'s store, set in every rank (parallel/rendezvous.py)."""
 
 _DRIVER_DIRECTORY = Path("/proc/driver/nvidia/gpus")
 
@@ -96,69 +95,25 @@ def cuda_devices(environ: Mapping[str, str] | None = None) -> int:
 
 def _installed_gpus(environ: Mapping[str, str]) -> int:
     # nvidia-smi first: inside a container it sees what the container may use, /proc sees the whole machine.
-    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if program is not None:
-        try:
-            listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
-        else:
-            if listing.returncode == 0:
-                return len(re.findall(r"^GPU \d+:", listing.stdout, flags=re.MULTILINE))
+    listing = nvidia_smi(environ, "-L")
+    if listing is not None:
+        return sum(1 for line in listing if re.match(r"GPU \d+:", line))
     try:
         return sum(1 for _ in _DRIVER_DIRECTORY.iterdir())
     except OSError:
         return 0
 
 
-_TOLD_VARIABLES = (
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "HF_HUB_OFFLINE",
-    "LOCAL_WORLD_SIZE",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TOKENIZERS_PARALLELISM",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "WORLD_SIZE",
-)
-"""Variables whose values `holdfast env` prints. None of them holds a secret, a user's path or a user's name."""
-_PLAIN = re.compile(r"[\w.,:=^-]{1,80}")
-
-
-def machine_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the facts of a machine for a bug report: versions, cores, memory, GPUs, and the variables listed above.
-
-    Host name, user name and all other variables are left out.
-    """
-    environ = os.environ if environ is None else environ
-    facts = versions() | {
-        "cores": str(len(os.sched_getaffinity(0))),
-        "memory": size_words(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        "gpus": str(cuda_devices(environ)),
-    }
-    facts |= _gpu_facts(environ)
-    variables = {name: environ[name] for name in _TOLD_VARIABLES if name in environ}
-    return facts | {name: value if _PLAIN.fullmatch(value) else "(set)" for name, value in variables.items()}
-
-
-def _gpu_facts(environ: Mapping[str, str]) -> dict[str, str]:
+def nvidia_smi(environ: Mapping[str, str], *options: str) -> list[str] | None:
+    """Return the lines that nvidia-smi prints; None where there is none, or it fails."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
-        return {}
-    command = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        return None
     try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run([program, *options], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return {}
-    lines = listing.stdout.splitlines() if listing.returncode == 0 else []
-    return {f"gpu {number}": line.strip() for number, line in enumerate(lines)}
+        return None
+    return done.stdout.splitlines() if done.returncode == 0 else None
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
@@ -188,7 +143,7 @@ def rank_environment(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        _STORE_VARIABLE: str(store),
+        STORE_VARIABLE: str(store),
         "OMP_NUM_THREADS": str(threads),
         # The Rust tokenizers warn, and may deadlock, in a process that forks after they have started threads.
         "TOKENIZERS_PARALLELISM": "false",

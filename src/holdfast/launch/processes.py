@@ -25,9 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 
-_PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _DONE = "done"
 _GUARD_KILL_SECONDS = 30.0  # not of patience.py, which the guard does not import
@@ -40,12 +38,10 @@ def living(mark: str, leaders: Collection[int]) -> set[int]:
         mark: `NAME=value`, an entry that the environment of every process of the launch contains.
         leaders: Process ids of the ranks, each of which leads a session and a process group.
     """
-    if not (_PROC / "self" / "stat").exists():  # without /proc the process groups are all one can see
-        return {leader for leader in leaders if _group_exists(leader)}
     mark_entry = mark.encode() + b"\0"
     processes: set[int] = set()
     children: dict[int, list[int]] = {}
-    for entry in os.listdir(_PROC):  # noqa: PTH208  names only: a Path per process costs more than the scan
+    for entry in os.listdir("/proc"):  # noqa: PTH208  names only: a Path per process costs more than the scan
         if not entry.isdecimal() or int(entry) == os.getpid():
             continue
         parent, belongs = _look(entry, mark_entry, leaders)
@@ -63,7 +59,7 @@ def living(mark: str, leaders: Collection[int]) -> set[int]:
 def catches(pid: int, number: signal.Signals) -> bool:
     """Return whether a process is known to have a handler for a signal; without one the signal might kill it."""
     try:
-        lines = (_PROC / str(pid) / "status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return False
     masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
@@ -90,32 +86,10 @@ def _look(pid: str, mark_entry: bytes, leaders: Collection[int]) -> tuple[int, b
         return parent, False
 
 
-def _freeze(mark: str, leaders: Collection[int]) -> set[int]:
-    """Stop every process of the launch, so that none starts or loses a child; return all of them."""
-    stopped: set[int] = set()
-    if not (_PROC / "self" / "stat").exists():
-        return stopped
-    while new := living(mark, leaders) - stopped:
-        for pid in new:
-            _send(pid, signal.SIGSTOP)
-        stopped |= new
-    return stopped
-
-
-def _group_exists(leader: int) -> bool:
-    try:
-        os.killpg(leader, 0)
-    except (ProcessLookupError, PermissionError):  # macOS answers the second for a group of zombies
-        return False
-    return True
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if _PROC.joinpath("self", "stat").exists():
+def _send(pids: Collection[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-        else:
-            os.killpg(pid, number)
 
 
 def end(
@@ -123,7 +97,7 @@ def end(
     leaders: Collection[int],
     term_seconds: float,
     kill_seconds: float,
-    reap: Callable[[], None] = lambda: None,
+    reap: Callable[[], object] = lambda: None,
 ) -> set[int]:
     """Send SIGTERM to every process of the launch, then SIGKILL to those left; return those that survived both.
 
@@ -135,34 +109,32 @@ def end(
         reap: Called between looks, to collect children that ended.
     """
     if term_seconds > 0:
-        for pid in living(mark, leaders):
-            _send(pid, signal.SIGTERM)
         deadline = time.monotonic() + term_seconds
+        _send(living(mark, leaders), signal.SIGTERM)
         reap()
         while living(mark, leaders) and time.monotonic() < deadline:
             time.sleep(0.1)
             reap()
     deadline = time.monotonic() + kill_seconds
-    for pid in _freeze(mark, leaders):
-        _send(pid, signal.SIGKILL)
+    stopped: set[int] = set()
+    while new := living(mark, leaders) - stopped:  # none of these starts or loses a child any more
+        _send(new, signal.SIGSTOP)
+        stopped |= new
     while True:
         remaining = living(mark, leaders)  # again each time: one may have been started while it was not yet stopped
-        for pid in remaining:
-            _send(pid, signal.SIGKILL)
+        _send(remaining, signal.SIGKILL)
         reap()
         if not remaining or time.monotonic() > deadline:
             return remaining
         time.sleep(0.05)
 
 
-def tied_to_this_thread() -> Callable[[], None] | None:
-    """Return a `preexec_fn` that lets the kernel kill the child when this thread ends; None where that is not Linux.
+def tied_to_this_thread() -> Callable[[], None]:
+    """Return a `preexec_fn` that lets the kernel kill the child when this thread ends.
 
     The function looks nothing up and allocates little: between fork and exec, locks that another thread held at the
     fork stay locked for ever.
     """
-    if sys.platform != "linux":
-        return None
     import ctypes  # not at the top: the guard starts without
 
     prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
@@ -209,10 +181,8 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is None:
             self._tell(_DONE)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

@@ -14,24 +14,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast import patience
 from holdfast.config.load import from_mapping
 from holdfast.config.quiet import hush, leave_out_broken
-from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
-from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
-from holdfast.config.verbs.training import SFTConfig, TrainingConfig
+from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import HoldfastError, RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.files import NotRegular
 from holdfast.interrupts import end_at_once, raise_after_imports
-from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
 from holdfast.launch.environment import has_launcher
 from holdfast.launch.first_rank import await_first_rank, leave
+from holdfast.launch.verdict import EXIT_WITHOUT_RESULT
 
 if TYPE_CHECKING:
     from holdfast.parallel.mesh import World
@@ -100,19 +97,14 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
         if world.is_first:
             print(_UNSCORED, file=sys.stderr, flush=True)
         return EXIT_WITHOUT_RESULT
-    match config:
-        case ScorerConfig():
-            outcome = reward(config, base, world)
-        case DPOConfig():
-            outcome = dpo(config, base, world)
-        case GRPOConfig():
-            outcome = grpo(config, base, world)
-        case DistillConfig():
-            outcome = distill(config, base, world)
-        case SFTConfig():
-            outcome = sft(config, base, world)
-        case _:
-            raise AssertionError(type(config))
+    recipes: dict[str, Callable[[Any, Path, World], Outcome]] = {
+        "sft": sft,
+        "dpo": dpo,
+        "reward": reward,
+        "grpo": grpo,
+        "distill": distill,
+    }
+    outcome = recipes[config.verb](config, base, world)
     if world.is_first:
         print(_closing_words(outcome, dry=config.dry_run), flush=True)
     return 0 if is_end(outcome.stopped) else 3

@@ -1,23 +1,44 @@
-"""Copy rank 0's output to the launcher's own output unchanged, and to the rank's log as plain lines.
+"""The terminal of a launch: rank 0's output, the launcher's own paragraphs, and the user's requests to stop.
 
-Rank 0 writes to pipes. Its progress bar learns from environment variables whether the launcher writes to a terminal,
-and how wide that is; so `holdfast ... > file` contains no control sequences.
+Rank 0's output is copied to the launcher's own output unchanged, and to the rank's log as plain lines. Rank 0 writes to
+pipes. Its progress bar learns from environment variables whether the launcher writes to a terminal, and how wide that
+is; so `holdfast ... > file` contains no control sequences.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import shutil
+import signal
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 
-from holdfast.launch.deaths import as_shown
+from holdfast.text.escaping import escaped_paragraph
 
 _LONGEST_LINE = 1 << 16
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_=>()])")
+_REQUESTS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+
+def tell(text: str) -> None:
+    """Write a paragraph to the user's terminal."""
+    with contextlib.suppress(OSError):  # the terminal has gone: the exit code still speaks
+        sys.stderr.write(escaped_paragraph(text.rstrip("\n")) + "\n")
+        sys.stderr.flush()
+
+
+def as_shown(text: str) -> str:
+    """Return a text as it would read on a terminal: no colours, and of each overwritten line the last state."""
+    lines = _ESCAPES.sub("", text).split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2].rstrip() for line in lines)
 
 
 class PlainLines:
@@ -117,3 +138,58 @@ class Relay:
     def _record(self, lines: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk: the run will say so itself, and the terminal shows it
             self._log.write(lines)
+
+
+class StopSignals:
+    """Counts SIGINT, SIGTERM, SIGHUP and SIGUSR1 within its block; outside of the main thread it receives none.
+
+    On the first request ranks save and stop; on the second they end at once; SIGUSR1 only saves. The handlers count and
+    nothing else: the loop that watches the ranks reacts, so that no handler runs in the middle of its work.
+    """
+
+    def __init__(self) -> None:
+        self.save = False
+        """Whether a checkpoint was requested by SIGUSR1 and the request has not been passed on yet."""
+        self._received: Counter[signal.Signals] = Counter()
+        self._passed_on: set[signal.Signals] = set()
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (*_REQUESTS, signal.SIGUSR1):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and `&` in scripts set that on purpose
+                    self._previous[number] = signal.signal(number, self._count)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what getsignal returned, typeshed has no name
+
+    def _count(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  the signature is Python's
+        if number == signal.SIGUSR1:
+            self.save = True
+            return
+        self._received[signal.Signals(number)] += 1
+
+    @property
+    def any(self) -> bool:
+        """Whether a stop was requested."""
+        return bool(self._received)
+
+    @property
+    def now(self) -> bool:
+        """Whether a stop was requested twice by the same signal."""
+        return any(count > 1 for count in self._received.values())
+
+    def to_pass_on(self) -> list[tuple[signal.Signals, str]]:
+        """Return each new request once: the signal a rank gets for it, and what to tell the user."""
+        new = [number for number in self._received if number not in self._passed_on]
+        self._passed_on.update(new)
+        return [
+            (
+                signal.SIGINT if number == signal.SIGINT else signal.SIGTERM,
+                f"{_REQUESTS[number]}: the ranks finish their step, save and stop. "
+                f"A second {_REQUESTS[number]} stops now; the newest checkpoint stays valid.",
+            )
+            for number in new
+        ]

@@ -29,16 +29,6 @@ shall go on."""
 _BLOCK = 1 << 16
 
 
-class Sink(Protocol):
-    """Receives metrics on rank 0."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the numbers of a step."""
-
-    def close(self) -> None:
-        """Finish; nothing is written afterwards."""
-
-
 class TrackerProcesses(Protocol):
     """The experiment trackers of a run, each in a process that cannot stop the run."""
 
@@ -50,14 +40,21 @@ class TrackerProcesses(Protocol):
 
 
 class JsonlSink:
-    """Appends one JSON object per line, always complete lines, so that readers may follow the file while it grows."""
+    """Appends one JSON object per line, always complete lines, so that readers may follow the file while it grows.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: Path of the file. A torn line at its end, which an earlier start of the run left, is cut.
+        first_step: Step that the run stands at; it is noted where an earlier start wrote lines here.
+    """
+
+    def __init__(self, path: Path, first_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self.had_lines = path.exists() and again(lambda: cut_torn_line(path)) > 0
         """Whether an earlier start of the run wrote here."""
         self._file: RegularFile | None = self.opened()
+        if self.had_lines and first_step is not None:
+            self.event({"event": "rewind", "to": first_step})
 
     def opened(self) -> RegularFile:
         """Open the file for appending, without a buffer: what failed must not be written a second time later."""
@@ -97,14 +94,11 @@ def cut_torn_line(path: Path) -> int:
     """Truncate a file after its last whole line, and return its size."""
     with RegularFile(path, "rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
-        while end > 0:  # from the end: the file of a long run has gigabytes
-            start = max(0, end - _BLOCK)
-            file.seek(start)
+        newline = -1
+        while end > 0 and newline < 0:  # from the end: the file of a long run has gigabytes
+            start = file.seek(max(0, end - _BLOCK))
             newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
+            end = start + newline + 1
         if end < size:
             file.truncate(end)
     return end

@@ -24,7 +24,7 @@ from torch.distributed import DistNetworkError
 from holdfast.errors import ConfigError
 
 STORE_VARIABLE = "HOLDFAST_STORE"
-"""Environment variable that `launch.rendezvous` sets; repeated here because no layer below `launch` imports that."""
+"""Environment variable of `launch.environment`, repeated here because no layer below `launch` imports that."""
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interface on which each of the two listens."""

@@ -24,7 +24,6 @@ from holdfast.metrics.sink import (
     SAMPLES,
     JsonlSink,
     SampleFiles,
-    Sink,
     TrackerProcesses,
     write_sample_images,
 )
@@ -63,7 +62,7 @@ class Journal:
         """The last value of every metric."""
         self._run = run
         self._first_step = run.trained.state.step
-        self._sinks: list[Sink] = []
+        self._metrics: JsonlSink | None = None
         self._events: defaultdict[str, float] = defaultdict(float)
         """Of the steps since the last line."""
         self._unwritten: tuple[int, Mapping[str, float]] | None = None
@@ -91,10 +90,7 @@ class Journal:
                 append_text(run.setting.directory / name, "")
         if (folder := run.setting.directory / SAMPLE_FOLDER).is_dir():
             self._sample_files = SampleFiles(folder, self._first_step)
-        lines = JsonlSink(run.setting.directory / METRICS)
-        if lines.had_lines:
-            lines.event({"event": "rewind", "to": run.trained.state.step})
-        self._sinks.append(lines)
+        self._metrics = JsonlSink(run.setting.directory / METRICS, run.trained.state.step)
         setting = run.setting
         trackers = setting.config.metrics.sinks
         if trackers and not setting.config.dry_run:  # which leaves nothing anywhere
@@ -129,10 +125,8 @@ class Journal:
     ) -> None:
         """Write the last step, close files and leave the screen as it is."""
         self._write_last()
-        for sink in self._sinks:
-            sink.close()
-        if self._samples is not None:
-            self._samples.close()
+        for lines in filter(None, (self._metrics, self._samples)):
+            lines.close()
         if self._trackers is not None:
             for text in self._trackers.close("finished" if kind is None else "failed"):
                 self.say(text)
@@ -213,8 +207,8 @@ class Journal:
         self._unwritten = None
 
     def _write(self, step: int, line: Mapping[str, float]) -> None:
-        for sink in self._sinks:
-            sink.write(step, line)
+        if self._metrics is not None:
+            self._metrics.write(step, line)
 
     def _warn(self, step: int, line: Mapping[str, float], alarms: Mapping[str, str]) -> None:
         """Print the alarms of a step and append them to events.jsonl."""
@@ -267,9 +261,7 @@ class Journal:
             self._sample_files.write(samples)
             return
         if self._samples is None:
-            self._samples = JsonlSink(self._run.setting.directory / SAMPLES)
-            if self._samples.had_lines:
-                self._samples.event({"event": "rewind", "to": self._first_step})
+            self._samples = JsonlSink(self._run.setting.directory / SAMPLES, self._first_step)
         for sample in samples:
             self._samples.event(sample)
 

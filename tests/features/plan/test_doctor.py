@@ -30,8 +30,7 @@ from holdfast.features.plan.checks.findings import Check, Finding, findings_of, 
 from holdfast.features.plan.checks.inputs import CheckedRun, changed_keys
 from holdfast.features.plan.checks.machine import bad_pairs
 from holdfast.features.plan.checks.servers import shortage
-from holdfast.features.plan.doctor import doctor, told
-from holdfast.launch.environment import machine_facts
+from holdfast.features.plan.doctor import doctor, machine_facts, told
 from holdfast.models.files.origin import load_tokenizer
 from holdfast.models.setup.model import blueprint
 from tests.features.vllm.served import REWARD, served_tree

@@ -24,18 +24,15 @@ from typing import Any
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError, HoldfastError, RunStopped, UserError, how_to_go_on
-from holdfast.launch.deaths import EXIT_WITHOUT_RESULT, how_it_ended
 from holdfast.launch.processes import Guard
-from holdfast.launch.stops import StopSignals
-from holdfast.launch.watch import tell
+from holdfast.launch.terminal import StopSignals, tell
+from holdfast.launch.verdict import EXIT_WITHOUT_RESULT, IN_ORDER, how_it_ended
 
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 _TAIL = 1 << 13
 _MARK = "HOLDFAST_RAY_RANK"
 _CHUNK = 1 << 16
-_IN_ORDER = (None, 0, EXIT_WITHOUT_RESULT, RunStopped.exit_code)
-"""Of ranks that live or ended without a fault of their own."""
 _RAY_PLACE_SECONDS = 60.0
 """For Ray to find places for the ranks of a run."""
 _RAY_SETTLE_SECONDS = 20.0
@@ -266,9 +263,7 @@ def _watch(ray: Any, ranks: Sequence[_Rank], stops: StopSignals) -> None:
             _send(ranks, SIGKILL)
         for rank in ranks:
             _look(ray, rank)
-        failed = any(
-            rank.gone or rank.code not in (None, 0, EXIT_WITHOUT_RESULT, RunStopped.exit_code) for rank in ranks
-        )
+        failed = any(rank.gone or rank.code not in {None, *IN_ORDER} for rank in ranks)
         if failed and deadline is None:
             deadline = time.monotonic() + _RAY_SETTLE_SECONDS
 
@@ -308,9 +303,9 @@ def _code(ranks: Sequence[_Rank]) -> int:
             refused = next(rank for rank in ranks if rank.code == UserError.exit_code)
             tell(refused.tail.decode(errors="replace"))
         return UserError.exit_code
-    if any(rank.gone for rank in ranks) or not codes <= set(_IN_ORDER):
+    if any(rank.gone for rank in ranks) or not codes <= {None, *IN_ORDER}:
         for rank in ranks:
-            if rank.code not in (*_IN_ORDER, -SIGKILL):
+            if rank.code not in {None, *IN_ORDER, -SIGKILL}:
                 _tell_death(rank)
         tell(how_to_go_on(1))
         return RunStopped.exit_code

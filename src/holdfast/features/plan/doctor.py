@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +19,18 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
+from holdfast.config.versions import versions
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.launch.environment import is_first_rank, machine_facts, resolve_ranks, under_torchrun, world_size
+from holdfast.files import size_words
+from holdfast.launch.environment import (
+    cuda_devices,
+    inherited,
+    is_first_rank,
+    nvidia_smi,
+    resolve_ranks,
+    under_torchrun,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from holdfast.features.plan.checks.findings import Check, Finding
@@ -133,6 +145,44 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
 def _names_code(config: TrainingConfig) -> bool:
     """Say whether a loss, an optimizer or the like is a file of the user's; rewards are not run for a plan."""
     return any(value == "path" and key.rpartition(".")[2] == "kind" for key, value in leaves(as_plain(config)))
+
+
+_TOLD_VARIABLES = (
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "HF_HUB_OFFLINE",
+    "LOCAL_WORLD_SIZE",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TOKENIZERS_PARALLELISM",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "WORLD_SIZE",
+)
+"""Variables whose values `holdfast env` prints. None of them holds a secret, a user's path or a user's name."""
+_PLAIN = re.compile(r"[\w.,:=^-]{1,80}")
+
+
+def machine_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the facts of a machine for a bug report: versions, cores, memory, GPUs, and the variables listed above.
+
+    Host name, user name and all other variables are left out.
+    """
+    environ = inherited({}) if environ is None else environ
+    facts = versions() | {
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": size_words(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "gpus": str(cuda_devices(environ)),
+    }
+    gpus = nvidia_smi(environ, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader") or []
+    facts |= {f"gpu {number}": line.strip() for number, line in enumerate(gpus)}
+    variables = {name: environ[name] for name in _TOLD_VARIABLES if name in environ}
+    return facts | {name: value if _PLAIN.fullmatch(value) else "(set)" for name, value in variables.items()}
 
 
 def environment(*, as_json: bool) -> None:

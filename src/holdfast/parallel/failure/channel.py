@@ -4,8 +4,8 @@ A rank that fails writes a report before its sockets close (`parallel/failure/re
 breaks looks for another rank's report and raises `RankFailed` with it instead of "connection closed by peer".
 
 Invariant: no survivor waits more than 10 s to learn of a failure. A survivor may be in no collective (during a long
-rollout), or in one that cannot notice (NCCL between GPUs of one machine); a thread therefore polls for reports, and
-ends such a rank.
+rollout), or in one that cannot notice (NCCL between GPUs of one machine). Two threads see to it: one beats and reads
+what others wrote, and one that no network call can block ends a rank that does not leave by itself.
 
 Background saves run collectives of their own, so each rank also writes a note of its save's phase. A process that has
 stopped answering is distinguished from one whose save thread alone is late: training can wait for the latter.
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Literal
 from holdfast import patience
 from holdfast.errors import RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.parallel.failure.classify import broken_by_peer, is_broken, timed_out
-from holdfast.parallel.failure.heartbeat import MISSED_BEATS, Heartbeat, Silence, SilenceWatch, Whereabouts, silences
-from holdfast.parallel.failure.reports import LONGEST_MESSAGE, Failure, NoteBoard, Reports
+from holdfast.parallel.failure.heartbeat import MISSED_BEATS, Heartbeat, Silence, SilenceWatch, silences
+from holdfast.parallel.failure.reports import HANG, LONGEST_MESSAGE, Failure, NoteBoard, Reports
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
@@ -38,6 +38,8 @@ Listener = Callable[[str, Failure], None]
 """Called with "silent" or "failed" and a description of the rank that it happened to."""
 
 _PHASE_BYTES = 64
+_GIVEN_UP = ", given up"
+"""What a rank adds to the phase of its save in which it waited in vain for others."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,13 @@ class FailureChannel:
         self._phase = self._last_phase = ""
         self._step: int | None = None
         self._files: dict[str, int] = {}
-        self.reports = Reports(store, rank, world_size, directory)
-        """Failure reports of all ranks."""
         self._board = NoteBoard(store, directory)
-        self._heartbeat = Heartbeat(rank, world_size, self._board, self._whereabouts, host)
-        self._silence = SilenceWatch(self._heartbeat.sightings, host, self._silent, self._lost)
+        self.reports = Reports(self._board, store, rank, world_size, directory)
+        """Failure reports of all ranks."""
+        self._heartbeat = Heartbeat(rank, world_size, self._board, self._position, host, self.reports.look)
+        self._silence = SilenceWatch(self._heartbeat.sightings, host, self._silent) if host else None
         self.listener: Listener | None = None
         """Called when another rank fails or falls silent, on the lowest rank that still beats, from any thread."""
-        self._save_notes = SaveNotes(rank, world_size, self._board, self._heartbeat)
 
     def phase(self, name: str) -> _Phase:
         """Enter a phase; used as a context manager, restore the earlier phase at the end of the block.
@@ -113,24 +114,28 @@ class FailureChannel:
 
     def in_background(self, name: str) -> None:
         """Record the phase of a background save, which runs in a thread beside the training loop."""
-        if self.directory is not None:
-            self._write_in_place(SaveNotes.note(self._rank), name)
-        elif self._world_size > 1:
-            self._board.write(SaveNotes.note(self._rank), name)
+        note = f"background-rank-{self._rank}"
+        self._write_in_place(note, name)
+        if self.directory is None and self._world_size > 1:
+            self._board.write(note, name)
         self._maybe_die(f"save: {name}")
 
     def late_in_background(self, phase: str) -> str:
         """Describe the ranks that did not arrive in a phase of a save before its time-out; empty if all have by now.
 
-        A rank that has stopped answering is reported to all ranks, since no training step can go on without it.
+        Takes a few seconds, in which the marks of ranks that waited in vain arrive; the late ranks are those without. A
+        rank that has stopped answering is reported to all ranks, since no training step can go on without it.
         """
-        self.in_background(given_up(phase))
-        silent, description = self._save_notes.late()
-        if silent:
-            first = silent[0]
-            text = f"it kept a save waiting until its time was over ({description})"
-            hang = Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time(), first.host)
-            self.reports.write(hang)
+        self.in_background(phase + _GIVEN_UP)
+        silent = self._heartbeat.silent()
+        notes = {rank: self._board.read(f"background-rank-{rank}") or "" for rank in range(self._world_size)}
+        saves = {rank: note.strip() for rank, note in notes.items() if rank != self._rank}
+        if not silent:
+            late = [rank for rank, save in saves.items() if not save.endswith(_GIVEN_UP)]
+            return "; ".join(f"rank {rank} is {_in_save(saves[rank])}" for rank in late)
+        description = "; ".join(f"{state.words()}, {_in_save(saves[state.rank])}" for state in silent)
+        text = f"it kept a save waiting until its time was over ({description})"
+        self.reports.write(silent[0].failure(HANG, text))
         return description
 
     def at_step(self, step: int) -> None:
@@ -151,7 +156,7 @@ class FailureChannel:
             # torn file.
             os.pwrite(self._files[name], line, 0)
 
-    def _whereabouts(self) -> tuple[int | None, str]:
+    def _position(self) -> tuple[int | None, str]:
         return self._step, self._last_phase
 
     def broken_by_peer(self, error: BaseException) -> bool:
@@ -190,15 +195,6 @@ class FailureChannel:
             print(f"warning: {message}", file=sys.stderr, flush=True)
         self._pass_on("silent", replace(silence.failure(), message=message))
 
-    def _lost(self, silence: Silence) -> None:
-        """End this rank because a machine is lost: no collective with it will end, and the store may be there."""
-        failure = silence.failure()
-        self.reports.hear(failure)
-        # In a thread, since a store on the lost machine lets a call block until its time-out.
-        threading.Thread(target=self.reports.write_store, args=(failure,), daemon=True).start()
-        if not self._leaving.wait(patience.current.failure_exit_seconds):
-            self._end_process(failure)
-
     def _pass_on(self, event: str, failure: Failure) -> None:
         silent = self._heartbeat.sightings.silent_for(time.monotonic())
         limit = MISSED_BEATS * patience.current.beat_seconds
@@ -218,17 +214,12 @@ class FailureChannel:
         """
         search_seconds = self._search_seconds if search_seconds is None else search_seconds
         exit_seconds = patience.current.failure_exit_seconds if exit_seconds is None else exit_seconds
-        stop = threading.Event()
         # A run that fails leaves SIGTERM ignored until its cause is known.
         before = signal.getsignal(signal.SIGTERM)
-        watcher = threading.Thread(
-            target=self._watch, args=(stop, exit_seconds), name="holdfast-failure-watch", daemon=True
-        )
+        watcher = threading.Thread(target=self._watch, args=(exit_seconds,), name="holdfast-failure-watch", daemon=True)
         if self._world_size > 1:
-            watcher.start()
             self._heartbeat.start()
-            if self._host:
-                self._silence.start()
+            watcher.start()
         try:
             yield
         except (RunStopped, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -245,11 +236,9 @@ class FailureChannel:
                 self.reports.linger()
             raise
         finally:
-            stop.set()
             self._leaving.set()
             if before is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)
-            self._silence.stop()
             self._heartbeat.stop()
             if watcher.ident is not None:
                 watcher.join(timeout=1.0)
@@ -284,7 +273,7 @@ class FailureChannel:
     def _vanished(self, error: BaseException) -> Failure:
         """Return a failure that names the rank whose heartbeat stopped, after connections closed without a report."""
         text = f"its connections closed, perhaps it was killed; rank {self._rank} saw it: {error}"[:LONGEST_MESSAGE]
-        if self._host:
+        if self._host:  # the store may be on a lost machine: nothing is asked of it
             limit = MISSED_BEATS * patience.current.beat_seconds
             time.sleep(limit)
             silent = silences(self._heartbeat.sightings, self._host, time.monotonic(), limit)
@@ -292,12 +281,9 @@ class FailureChannel:
                 failure = silence.failure()
                 return failure if silence.whole_host else replace(failure, type="Death", message=text)
         else:
-            silent_ranks = [
-                rank_state for rank_state in self._heartbeat.silent() if rank_state.step is not None or rank_state.phase
-            ]
-            if silent_ranks:
-                first = silent_ranks[0]
-                return Failure(first.rank, "silent", first.phase, "Death", text, first.step, time.time())
+            for state in self._heartbeat.silent():
+                if state.step is not None or state.phase:
+                    return state.failure("Death", text)
         return Failure(-1, "silent", "", "Death", text, self._step, time.time())
 
     def _hang(self, error: BaseException) -> Failure | None:
@@ -305,20 +291,28 @@ class FailureChannel:
         missing = self._heartbeat.missing() if timed_out(error) else []
         if not missing:
             return None
-        first, whereabouts = missing[0], "; ".join(rank_state.words() for rank_state in missing)
-        text = f"it kept the others waiting until their time was over ({whereabouts})"
-        return Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time(), first.host)
+        whereabouts = "; ".join(state.words() for state in missing)
+        return missing[0].failure(HANG, f"it kept the others waiting until their time was over ({whereabouts})")
 
     def _news(self, failure: Failure) -> str:
         phase_note = f" in phase {self._phase!r}" if self._phase else ""
         own_name = f"Rank {self._rank} on {self._host}" if self._host else f"Rank {self._rank}"
         return f"{failure.sentence()}\n{own_name} therefore stops{phase_note}. {how_to_go_on(self._step)}"
 
-    def _watch(self, stop: threading.Event, exit_seconds: float) -> None:
-        failure = self.reports.watch(stop)
-        # Ranks that refuse a configuration all raise the same error as a rule, each in its own time.
-        if failure is not None and not stop.wait(exit_seconds * (3 if failure.kind == "user" else 1)):
-            self._end_process(failure)
+    def _watch(self, exit_seconds: float) -> None:
+        """Name machines that fall silent, and end this rank if it does not leave after another one failed."""
+        while not self._leaving.wait(patience.current.failure_look_seconds):
+            lost = self._silence.look() if self._silence is not None else None
+            if lost is not None and self.reports.heard is None:
+                self.reports.heard = failure = lost.failure()
+                # In a thread, since a store on the lost machine lets a call block until its time-out.
+                threading.Thread(target=self.reports.write_store, args=(failure,), daemon=True).start()
+            failed = self.reports.heard
+            if failed is not None:
+                # Ranks that refuse a configuration all raise the same error as a rule, each in its own time.
+                if not self._leaving.wait(exit_seconds * (3 if failed.kind == "user" else 1)):
+                    self._end_process(failed)
+                return
 
     def _end_process(self, failure: Failure) -> None:
         error = RankFailed(self._news(failure))
@@ -352,49 +346,6 @@ class _Phase:
             self._channel._set_phase(self._earlier)
 
 
-_GIVEN_UP = ", given up"
-
-
-class SaveNotes:
-    """Notes of the ranks' background saves, through which a rank finds those that are late.
-
-    Args:
-        rank: Rank of this process.
-        ranks: Number of ranks.
-        board: Board that holds the notes.
-        heartbeat: Heartbeat of this process.
-    """
-
-    def __init__(self, rank: int, ranks: int, board: NoteBoard, heartbeat: Heartbeat) -> None:
-        self._rank, self._ranks = rank, ranks
-        self._board, self._heartbeat = board, heartbeat
-
-    @staticmethod
-    def note(rank: int) -> str:
-        """Return the name of a rank's note."""
-        return f"background-rank-{rank}"
-
-    def late(self) -> tuple[list[Whereabouts], str]:
-        """Return the ranks that have stopped answering, and a description of every rank that is late.
-
-        Ranks that waited in vain mark their phase as `given_up`; the late ranks are those without the mark. Takes a
-        few seconds, in which it listens for heartbeats.
-        """
-        silent = self._heartbeat.silent()
-        if silent:
-            return silent, "; ".join(rank_state.words() + self._save_of(rank_state.rank) for rank_state in silent)
-        peers = [rank for rank in range(self._ranks) if rank != self._rank]
-        awaited_ranks = [rank for rank in peers if not self._phase_of(rank).endswith(_GIVEN_UP)]
-        return [], "; ".join(f"rank {rank} is{self._save_of(rank).lstrip(',')}" for rank in awaited_ranks)
-
-    def _phase_of(self, rank: int) -> str:
-        return (self._board.read(self.note(rank)) or "").strip()
-
-    def _save_of(self, rank: int) -> str:
-        phase = self._phase_of(rank).removesuffix(_GIVEN_UP)
-        return f", in phase {phase!r} of its save" if phase else ", in no save"
-
-
-def given_up(phase: str) -> str:
-    """Return the note of a rank that has given up waiting in a phase."""
-    return phase + _GIVEN_UP
+def _in_save(phase: str) -> str:
+    phase = phase.removesuffix(_GIVEN_UP)
+    return f"in phase {phase!r} of its save" if phase else "in no save"

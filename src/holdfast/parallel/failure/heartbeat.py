@@ -15,13 +15,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from holdfast import patience
-from holdfast.parallel.failure.reports import LOST, Failure, NoteBoard
+from holdfast.parallel.failure.reports import LOST, Failure, NoteBoard, place
 
 MISSED_BEATS = 3
 """A rank counts as silent after this many beats without a new one."""
+STORE_RANK = 0
+"""The rank on whose machine the store runs, in torchrun's agent or in the rank itself."""
 
 
 @dataclass(frozen=True)
@@ -38,70 +40,55 @@ class Whereabouts:
     has_left: bool = False
     """Whether the rank has announced that it leaves the run."""
 
-    @property
-    def name(self) -> str:
-        """The rank and its machine."""
-        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
-
-    def place(self) -> str:
-        """Return the phase and the step of the rank, with a leading space; empty if it reported none."""
-        phase_note = f" in phase {self.phase!r}" if self.phase else ""
-        return phase_note + (f" at step {self.step}" if self.step is not None else "")
-
     def words(self) -> str:
         """Return a clause for an error."""
-        if self.silent:
-            return f"{self.name} has stopped answering{self.place()}"
-        return f"{self.name} is{self.place() or ' somewhere else'}"
+        name = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+        where = place(self.phase, self.step)
+        return f"{name} has stopped answering{where}" if self.silent else f"{name} is{where or ' somewhere else'}"
+
+    def failure(self, kind: str, message: str) -> Failure:
+        """Return the report of another process about this rank."""
+        return Failure(self.rank, "silent", self.phase, kind, message, self.step, time.time(), self.host)
 
 
-STORE_RANK = 0
-"""The rank on whose machine the store runs, in torchrun's agent or in the rank itself."""
-
-
-@dataclass
 class Sightings:
     """When this process last received a new beat of each other rank; filled by the heartbeat thread."""
 
-    last_words: dict[int, Whereabouts] = field(default_factory=dict)
-    """Latest beat of each other rank."""
-    _texts: dict[int, str | None] = field(default_factory=dict)
-    _heard_at: dict[int, float] = field(default_factory=dict)
-    store_at: float | None = None
-    """When the store last answered; None before its first answer."""
+    def __init__(self) -> None:
+        self.last_words: dict[int, Whereabouts] = {}
+        """Latest beat of each other rank."""
+        self._beats: dict[int, str] = {}
+        self._heard_at: dict[int, float] = {}
+        self._store_at: float | None = None
+        """When the store last answered; None before its first answer."""
 
-    def take(self, texts: Mapping[int, str | None], whereabouts: Mapping[int, Whereabouts]) -> None:
-        """Record beats that were read from the store now.
+    def take(self, beats: Mapping[int, str | None]) -> None:
+        """Record each other rank's beat, None where it has none yet, that the store gave now.
 
-        Args:
-            texts: Text of each other rank's beat, None where it has none yet. A rank was heard if its text changed.
-            whereabouts: The same beats, parsed.
+        A rank was heard if its beat has changed.
         """
-        timestamp = time.monotonic()
-        for rank, text in texts.items():
-            if text is not None and self._texts.get(rank) != text:
-                self._texts[rank], self._heard_at[rank] = text, timestamp
-                self.last_words[rank] = whereabouts[rank]
-        self.store_at = timestamp
+        self._store_at = timestamp = time.monotonic()
+        for rank, beat in beats.items():
+            if beat is not None and self._beats.get(rank) != beat:
+                self._beats[rank], self._heard_at[rank] = beat, timestamp
+                self.last_words[rank] = _parse(rank, beat, silent=False)
 
     def forgive(self, seconds: float) -> None:
         """Subtract the time in which this process itself did not run from every rank's silence."""
         self._heard_at = {rank: at + seconds for rank, at in self._heard_at.items()}
-        self.store_at = None if self.store_at is None else self.store_at + seconds
+        self._store_at = None if self._store_at is None else self._store_at + seconds
 
     def store_silent_for(self, timestamp: float) -> float:
         """Return the seconds since the store answered."""
-        return 0.0 if self.store_at is None else timestamp - self.store_at
+        return 0.0 if self._store_at is None else timestamp - self._store_at
 
     def silent_for(self, timestamp: float) -> dict[int, float]:
         """Return the seconds since the last new beat of each other rank, without those that have left the run."""
+        # While the store does not answer nobody is heard: that says nothing of them, but of the store's own machine.
         store_silence = self.store_silent_for(timestamp)
-        seconds = {}
-        for rank, at in self._heard_at.items():
-            if not self.last_words[rank].has_left:
-                # While the store does not answer nobody is heard: that says nothing of them.
-                seconds[rank] = max(0.0, timestamp - at - store_silence)
-        if store_silence and STORE_RANK in seconds:
+        present = {rank: at for rank, at in self._heard_at.items() if not self.last_words[rank].has_left}
+        seconds = {rank: max(0.0, timestamp - at - store_silence) for rank, at in present.items()}
+        if STORE_RANK in seconds:
             host = self.last_words[STORE_RANK].host
             same_host = [rank for rank in seconds if self.last_words[rank].host == host]
             seconds |= {rank: max(seconds[rank], store_silence) for rank in same_host}
@@ -117,6 +104,7 @@ class Heartbeat:
         board: Board that holds the beats.
         position: Returns (step, phase) of this rank.
         host: Name of this machine where ranks run on several; the other ranks' beats are then read with each beat.
+        look: Called several times a second by the thread that beats.
     """
 
     def __init__(
@@ -126,13 +114,15 @@ class Heartbeat:
         board: NoteBoard,
         position: Callable[[], tuple[int | None, str]],
         host: str = "",
+        look: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rank, self._ranks, self._host = rank, ranks, host
-        self._board, self._now = board, position
+        self._rank, self._host, self._look = rank, host, look
+        self._board, self._position = board, position
+        self._others = [other for other in range(ranks) if other != rank]
         self.sightings = Sightings()
         """Beats of the other ranks; filled only where ranks run on several machines."""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="holdfast-heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="holdfast-heartbeat", daemon=True)
 
     def start(self) -> None:
         """Begin to beat."""
@@ -148,59 +138,51 @@ class Heartbeat:
         """Note that this rank has left the run; called after `stop`."""
         self._board.write(f"beat-rank-{self._rank}", "0|||")
 
-    def _beat(self) -> None:
-        count = 0
-        while not self._stop.wait(patience.current.beat_seconds if count else 0):
-            count += 1
-            step, phase = self._now()
-            beat = f"{count}|{'' if step is None else step}|{self._host}|{phase}"
-            self._board.write(f"beat-rank-{self._rank}", beat)
-            if self._host:
-                self._listen()
+    def _run(self) -> None:
+        count, next_beat = 0, 0.0
+        while not self._stop.is_set():
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + patience.current.beat_seconds
+                count += 1
+                step, phase = self._position()
+                beat = f"{count}|{'' if step is None else step}|{self._host}|{phase}"
+                self._board.write(f"beat-rank-{self._rank}", beat)
+                if self._host and (beats := self._beats()) is not None:
+                    self.sightings.take(beats)
+            self._look()
+            self._stop.wait(min(patience.current.failure_look_seconds, max(0.0, next_beat - time.monotonic())))
 
-    def _listen(self) -> None:
-        peers = self._others()
-        texts = self._board.read_all([f"beat-rank-{rank}" for rank in peers])
-        if texts is not None:
-            beats = dict(zip(peers, texts, strict=True))
-            self.sightings.take(beats, {rank: _parse(rank, text, silent=False) for rank, text in beats.items()})
-
-    def _read(self, rank: int) -> str | None:
-        return self._board.read(f"beat-rank-{rank}")
+    def _beats(self) -> dict[int, str | None] | None:
+        texts = self._board.read_all([f"beat-rank-{rank}" for rank in self._others])
+        return None if texts is None else dict(zip(self._others, texts, strict=True))
 
     def missing(self) -> list[Whereabouts]:
         """Return the ranks that are silent; if there are none, those in another phase or step than this rank.
 
         Takes a few seconds, in which it listens for beats.
         """
-        silent = self._silent()
-        if silent:
-            return silent
-        rank_states = [_parse(rank, self._read(rank), silent=False) for rank in self._others()]
-        return [rank_state for rank_state in rank_states if (rank_state.step, rank_state.phase) != self._now()]
+        silent, beats = self._listen()
+        late = [_parse(rank, text, silent=False) for rank, text in beats.items()]
+        return silent or [state for state in late if (state.step, state.phase) != self._position()]
 
     def silent(self) -> list[Whereabouts]:
         """Return the ranks whose beats have stopped; none if this rank's heartbeat was never started.
 
         Takes a few seconds, in which it listens for beats.
         """
-        silent_ranks = self._silent()
-        return silent_ranks if self._thread.ident is not None else []
+        silent, _ = self._listen()
+        return silent if self._thread.ident is not None else []
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._ranks) if rank != self._rank]
-
-    def _silent(self) -> list[Whereabouts]:
-        before = {rank: self._read(rank) for rank in self._others()}
+    def _listen(self) -> tuple[list[Whereabouts], dict[int, str | None]]:
+        nothing = dict.fromkeys(self._others)
+        before = self._beats() or nothing
         time.sleep(patience.current.beat_seconds * MISSED_BEATS)
-        after = {rank: self._read(rank) for rank in before}
-        return [_parse(rank, after[rank], silent=True) for rank in before if after[rank] == before[rank]]
+        after = self._beats() or nothing
+        return [_parse(rank, text, silent=True) for rank, text in after.items() if text == before[rank]], after
 
 
 def _parse(rank: int, text: str | None, *, silent: bool) -> Whereabouts:
-    if text is None:
-        return Whereabouts(rank, None, "", silent)
-    count, step, host, phase = text.split("|", 3)
+    count, step, host, phase = (text or "|||").split("|", 3)
     return Whereabouts(rank, int(step) if step else None, phase, silent, host, has_left=count == "0")
 
 
@@ -223,12 +205,12 @@ class Silence:
         who = "rank" if len(self.ranks) == 1 else "ranks"
         names = f"{who} {', '.join(map(str, self.ranks))}"
         subject = f"host {self.host} ({names})" if self.whole_host else f"{names} on {self.host}"
-        return f"{subject} has not answered for {self.seconds:.0f} s; last heard{self.last_words.place()}"
+        where = place(self.last_words.phase, self.last_words.step)
+        return f"{subject} has not answered for {self.seconds:.0f} s; last heard{where}"
 
     def failure(self) -> Failure:
-        """Return the failure report for a machine that is given up."""
-        last = self.last_words
-        return Failure(last.rank, "silent", last.phase, LOST, self.words(), last.step, time.time(), host=self.host)
+        """Return the report of a machine that is given up."""
+        return replace(self.last_words, host=self.host).failure(LOST, self.words())
 
 
 def silences(sightings: Sightings, own_host: str, timestamp: float, after_seconds: float) -> list[Silence]:
@@ -258,70 +240,35 @@ def silences(sightings: Sightings, own_host: str, timestamp: float, after_second
 
 
 class SilenceWatch:
-    """A thread that names machines that fall silent, and gives up those that stay silent.
-
-    It only reads `sightings` and asks the store nothing, so that no network call can block it.
+    """Names machines that fall silent. It only reads `sightings`, so that no network call can block who looks.
 
     Args:
         sightings: Filled by the heartbeat thread.
         own_host: This machine.
         tell: Called with a sentence when a rank or machine falls silent or is heard again.
-        give_up: Called once, when a machine is given up.
     """
 
-    def __init__(
-        self,
-        sightings: Sightings,
-        own_host: str,
-        tell: Callable[[Silence, str], None],
-        give_up: Callable[[Silence], None],
-    ) -> None:
-        self._sightings, self._own_host = sightings, own_host
-        self._tell, self._give_up = tell, give_up
+    def __init__(self, sightings: Sightings, own_host: str, tell: Callable[[Silence, str], None]) -> None:
+        self._sightings, self._own_host, self._tell = sightings, own_host, tell
         self._named: dict[tuple[str, tuple[int, ...]], Silence] = {}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="holdfast-silence", daemon=True)
+        self._looked = time.monotonic()
 
-    def start(self) -> None:
-        """Begin to watch."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._stop.set()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=1.0)
-
-    def _watch(self) -> None:
-        looked = time.monotonic()
-        while not self._stop.wait(patience.current.beat_seconds):
-            timestamp = time.monotonic()
-            if timestamp - looked > 2 * patience.current.beat_seconds + 1:
-                # This process itself was stopped or starved, and heard nobody meanwhile: others are not to blame.
-                self._sightings.forgive(timestamp - looked)
-            looked = timestamp
-            self._look(timestamp)
-            lost = [
-                silence
-                for silence in silences(self._sightings, self._own_host, timestamp, patience.current.lost_host_seconds)
-                if silence.whole_host
-            ]
-            if lost:
-                self._give_up(lost[0])
-                return
-
-    def _look(self, timestamp: float) -> None:
-        silent = {
-            (silence.host, silence.ranks): silence
-            for silence in silences(self._sightings, self._own_host, timestamp, patience.current.silent_host_seconds)
-        }
+    def look(self) -> Silence | None:
+        """Tell what has changed since the last look; return a machine that is given up."""
+        limits, timestamp = patience.current, time.monotonic()
+        if timestamp - self._looked > 2 * limits.beat_seconds + 1:
+            # This process itself was stopped or starved, and heard nobody meanwhile: others are not to blame.
+            self._sightings.forgive(timestamp - self._looked)
+        self._looked = timestamp
+        found = silences(self._sightings, self._own_host, timestamp, limits.silent_host_seconds)
+        silent = {(silence.host, silence.ranks): silence for silence in found}
         for key, silence in silent.items():
             if key not in self._named:
-                limit = patience.current.lost_host_seconds
-                more = f"; given up after {limit:.0f} s" if silence.whole_host else "; it is waited for"
-                self._tell(silence, f"{silence.words()}{more}")
-        for key in [key for key in self._named if key not in silent]:
-            gone = self._named.pop(key)
+                given_up = f"given up after {limits.lost_host_seconds:.0f} s"
+                self._tell(silence, f"{silence.words()}; {given_up if silence.whole_host else 'it is waited for'}")
+        for gone in [self._named.pop(key) for key in list(self._named) if key not in silent]:
             if not any(set(gone.ranks) <= set(ranks) for _, ranks in silent):
                 self._tell(gone, f"host {gone.host} answers again")
         self._named.update(silent)
+        lost = silences(self._sightings, self._own_host, timestamp, limits.lost_host_seconds)
+        return next((silence for silence in lost if silence.whole_host), None)

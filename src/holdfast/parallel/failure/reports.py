@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,68 +22,15 @@ from holdfast import patience
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
 
-
-class NoteBoard:
-    """Reads and writes notes in the store that all ranks share.
-
-    Args:
-        store: Store that all ranks share.
-        directory: The launch directory if there is one.
-    """
-
-    def __init__(self, store: Store, directory: Path | None) -> None:
-        self._store = store
-        self._directory = directory
-        self._own: Store | None = None
-
-    def write(self, name: str, text: str) -> None:
-        """Write a note over an earlier one; a note that cannot be written is dropped."""
-        with contextlib.suppress(OSError, RuntimeError):
-            if self._directory is not None:
-                staging = self._directory / f".{name}.{os.getpid()}"
-                staging.write_text(text)
-                # Renaming is atomic, so a reader never sees half a note.
-                staging.replace(self._directory / name)
-            else:
-                self._connection().set(f"holdfast/board/{name}", text)
-
-    def read(self, name: str) -> str | None:
-        """Return a note; None if it does not exist, or if the store or directory no longer does."""
-        with contextlib.suppress(OSError, RuntimeError):
-            if self._directory is not None:
-                return (self._directory / name).read_text()
-            key = f"holdfast/board/{name}"
-            connection = self._connection()
-            return connection.get(key).decode() if connection.check([key]) else None
-        return None
-
-    def read_all(self, names: Sequence[str]) -> list[str | None] | None:
-        """Return several notes of a store at once; None if the store does not answer."""
-        keys = [f"holdfast/board/{name}" for name in names]
-        try:
-            connection = self._connection()
-            if connection.check(keys):
-                return [value.decode() for value in connection.multi_get(keys)]
-            return [connection.get(key).decode() if connection.check([key]) else None for key in keys]
-        except (OSError, RuntimeError):
-            return None
-
-    def _connection(self) -> Store:
-        if self._own is None:
-            self._own = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
-        return self._own
-
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
-
 LONGEST_MESSAGE = 4000
 """Characters of a message that are passed on."""
-
 LOST = "Lost"
 """Type of a report about a machine that says nothing any more."""
+HANG = "Hang"
+"""Type of a report about a rank that kept the others waiting."""
 _KEY = "holdfast/failure"
 _HEARD_KEY = "holdfast/failure/heard"
+_READ_AT_MOST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -107,39 +53,115 @@ class Failure:
 
     def sentence(self) -> str:
         """Return what a survivor tells its user."""
-        location = f" in phase {self.phase!r}" if self.phase else ""
-        location += f" at step {self.step}" if self.step is not None else ""
         who = f"Rank {self.rank}" if self.rank >= 0 else "Another rank"
         who += f" on {self.host}" if self.host else ""
         if self.type == LOST:
             return f"{self.message[:1].upper()}{self.message[1:]}."
         if self.kind == "silent":
-            did = "hangs" if self.type == "Hang" else "died without a word"
-            return f"{who} {did}{location}: {self.message}."
-        return f"{who} failed{location}: {self.type}: {self.message}"
+            did = "hangs" if self.type == HANG else "died without a word"
+            return f"{who} {did}{place(self.phase, self.step)}: {self.message}."
+        return f"{who} failed{place(self.phase, self.step)}: {self.type}: {self.message}"
+
+
+def place(phase: str, step: int | None) -> str:
+    """Return a phase and a step as words with a leading space; empty if neither is known."""
+    return (f" in phase {phase!r}" if phase else "") + (f" at step {step}" if step is not None else "")
+
+
+def parse_failure(text: bytes | str) -> Failure | None:
+    """Return the failure that a report's JSON encodes; None if the text is incomplete."""
+    try:
+        return Failure(**json.loads(text))
+    except (ValueError, TypeError):  # torn, or of another version: as good as none
+        return None
+
+
+def read_note(path: Path) -> str | None:
+    """Return the text of a note; None if it cannot be read."""
+    try:
+        with path.open(errors="replace") as file:
+            return file.read(_READ_AT_MOST)
+    except OSError:
+        return None
+
+
+def write_note(path: Path, text: str) -> None:
+    """Write a note whole or not at all; a full disk, which may be the very failure, drops it."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        staging.write_text(text)
+        staging.replace(path)  # atomic, so that a reader never sees half a note
+
+
+def report_file(directory: Path, rank: int) -> Path:
+    """Return the path of a rank's report in a launch directory."""
+    return directory / f"failure-rank-{rank}.json"
+
+
+def reports_in(directory: Path) -> list[Failure]:
+    """Return the reports in a launch directory, earliest first."""
+    reports = [parse_failure(read_note(path) or "") for path in directory.glob("failure-rank-*.json")]
+    return sorted(filter(None, reports), key=lambda report: report.time)
+
+
+class NoteBoard:
+    """Reads and writes notes in the launch directory if there is one, else in the store that all ranks share."""
+
+    def __init__(self, store: Store, directory: Path | None) -> None:
+        self._store = store
+        self._directory = directory
+        self._own: Store | None = None
+
+    def write(self, name: str, text: str) -> None:
+        """Write a note over an earlier one; a note that cannot be written is dropped."""
+        if self._directory is not None:
+            write_note(self._directory / name, text)
+            return
+        with contextlib.suppress(RuntimeError):
+            self.connection().set(f"holdfast/board/{name}", text)
+
+    def read(self, name: str) -> str | None:
+        """Return a note; None if it does not exist, or if the store or directory no longer does."""
+        return (self.read_all([name]) or [None])[0]
+
+    def read_all(self, names: Sequence[str]) -> list[str | None] | None:
+        """Return several notes at once; None if the store does not answer."""
+        if self._directory is not None:
+            return [read_note(self._directory / name) for name in names]
+        keys = [f"holdfast/board/{name}" for name in names]
+        try:
+            connection = self.connection()
+            if connection.has_extended_api() and connection.check(keys):  # type: ignore[attr-defined]  # not in the stubs
+                return [value.decode() for value in connection.multi_get(keys)]
+            return [connection.get(key).decode() if connection.check([key]) else None for key in keys]
+        except RuntimeError:
+            return None
+
+    def connection(self) -> Store:
+        """Return a connection to the store on which no other caller waits."""
+        if self._own is None:
+            self._own = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
+        return self._own
 
 
 class Reports:
     """One rank's view of all reports.
 
     Args:
+        board: Board of the rank, whose connection `look` uses.
         store: Store that all ranks share.
         rank: Rank of this process.
         world_size: Number of ranks.
         directory: The launch directory when all ranks run on this machine under our launcher, else None.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, directory: Path | None) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
+    def __init__(self, board: NoteBoard, store: Store, rank: int, world_size: int, directory: Path | None) -> None:
+        self._board, self._store = board, store
+        self._rank, self._world_size = rank, world_size
         self._directory = directory
-        self._heard: Failure | None = None
-        """Failure that the watching thread has read; kept, since the store may be gone when the main thread asks."""
-
-    def hear(self, failure: Failure) -> None:
-        """Record a failure that this process detected itself, as if another rank had reported it."""
-        self._heard = self._heard or failure
+        self._store_lives = True
+        self.heard: Failure | None = None
+        """Failure of another rank, once `look` has read or a watch has seen one; the store may be gone later."""
 
     def write(self, failure: Failure) -> Failure:
         """Write a report to file and store; return the first report of the run, which may be another rank's."""
@@ -148,13 +170,8 @@ class Reports:
 
     def write_file(self, failure: Failure) -> None:
         """Write a report to the launch directory only, where the launcher reads it too."""
-        if self._directory is None:
-            return
-        target = self._directory / f"failure-rank-{failure.rank}.json"
-        staging = target.with_suffix(f".staging-{self._rank}")
-        with contextlib.suppress(OSError):  # a full disk may be the very failure: the store carries the report too
-            staging.write_text(json.dumps(asdict(failure)))
-            staging.replace(target)
+        if self._directory is not None:
+            write_note(report_file(self._directory, failure.rank), json.dumps(asdict(failure)))
 
     def write_store(self, failure: Failure) -> Failure:
         """Write a report to the store only; return the report that was written first."""
@@ -170,59 +187,40 @@ class Reports:
         Where there is a launch directory, its files are read first and the store only after a while: once the store's
         host has died, every call to it prints a page of C++ stack frames.
         """
-        began = time.monotonic()
-        store_lives = True
+        began, store_lives = time.monotonic(), True
+        store_after = 0.0 if self._directory is None else patience.current.failure_store_seconds
         while True:
-            failure = self._heard or self._first_in_files()
+            failure = self.heard or self._first_in_files()
             waited = time.monotonic() - began
-            if failure is None and store_lives and waited >= self._store_after_seconds:
-                failure, store_lives = self._first_in_store(self._store)
+            if failure is None and store_lives and waited >= store_after:
+                try:
+                    failure = self._first_in_store(self._store)
+                except RuntimeError:
+                    store_lives = False
             if failure is not None or waited >= wait_seconds:
                 return failure
             time.sleep(0.05)
 
-    @property
-    def _store_after_seconds(self) -> float:
-        return 0.0 if self._directory is None else patience.current.failure_store_seconds
-
-    def watch(self, stop: threading.Event) -> Failure | None:
-        """Look until another rank has failed, and return how; None once `stop` is set. For a thread of its own."""
-        # A connection of its own: a call that waits on the store's own connection would make this thread wait too.
-        store: Store | None = None
-        if self._directory is None:
-            with contextlib.suppress(RuntimeError):
-                store = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
-        while not stop.wait(patience.current.failure_look_seconds):
-            failure = self._first_in_files()
-            if failure is None and store is not None:
-                failure, lives = self._first_in_store(store)
-                store = store if lives else None
-            if failure is None:
-                continue
-            self._heard = failure
-            if store is not None:
-                with contextlib.suppress(RuntimeError):
-                    store.add(_HEARD_KEY, 1)
-            return failure
-        return None
+    def look(self) -> None:
+        """Look once whether another rank has failed; for the thread that beats."""
+        if self.heard is None and self._directory is not None:
+            self.heard = self._first_in_files()
+        elif self.heard is None and self._store_lives:
+            try:
+                connection = self._board.connection()
+                self.heard = self._first_in_store(connection)
+                if self.heard is not None:
+                    connection.add(_HEARD_KEY, 1)
+            except RuntimeError:
+                self._store_lives = False
 
     def _first_in_files(self) -> Failure | None:
-        if self._directory is None:
-            return None
-        failures = [parse_failure(_read(path)) for path in self._directory.glob("failure-rank-*.json")]
-        peer_failures = [
-            failure
-            for failure in failures
-            if failure is not None and failure.kind != "peer" and failure.rank != self._rank
-        ]
-        return min(peer_failures, key=lambda failure: failure.time, default=None)
+        reports = reports_in(self._directory) if self._directory is not None else []
+        return next((each for each in reports if each.kind != "peer" and each.rank != self._rank), None)
 
-    def _first_in_store(self, store: Store) -> tuple[Failure | None, bool]:
-        try:
-            failure = parse_failure(store.get(_KEY)) if store.check([_KEY]) else None
-        except RuntimeError:
-            return None, False
-        return (failure if failure is not None and failure.rank != self._rank else None), True
+    def _first_in_store(self, store: Store) -> Failure | None:
+        failure = parse_failure(store.get(_KEY)) if store.check([_KEY]) else None
+        return failure if failure is not None and failure.rank != self._rank else None
 
     def linger(self) -> None:
         """Wait until all ranks have read the report.
@@ -233,22 +231,7 @@ class Reports:
             return
         deadline = time.monotonic() + patience.current.failure_linger_seconds  # a dead rank never hears
         with contextlib.suppress(RuntimeError):
-            if self._heard is None:
+            if self.heard is None:
                 self._store.add(_HEARD_KEY, 1)
             while self._store.add(_HEARD_KEY, 0) < self._world_size and time.monotonic() < deadline:
                 time.sleep(0.05)
-
-
-def parse_failure(text: bytes | str) -> Failure | None:
-    """Return the failure that a report's JSON encodes; None if the text is incomplete."""
-    try:
-        return Failure(**json.loads(text))
-    except (ValueError, TypeError):  # torn, or of another version: as good as none
-        return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
