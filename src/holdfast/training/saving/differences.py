@@ -70,12 +70,22 @@ def _changed_keys(path: str, old: Any, new: Any, config: TrainingConfig | None) 
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old, new = ({str(index): value for index, value in enumerate(values)} for values in (old, new))
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        if old is _ABSENT or new is _ABSENT or not _same(old, new):
+        if old is _ABSENT or new is _ABSENT or not _same(_short_form(old), _short_form(new)):
             yield f"{path} {_shown(old)} -> {_shown(new)}"
         return
     for key in sorted({*old, *new}):
         if not _is_later(path, key, old, new, config):
             yield from _changed_keys(f"{path}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT), config)
+
+
+def _short_form(value: Any) -> Any:
+    """Return the word or the number that a section stands for; an earlier version saved `{"kind": "drop_sample"}`."""
+    match value:
+        case {"kind": "value", "value": number} if len(value) == 2:  # noqa: PLR2004
+            return number
+        case {"kind": kind} if len(value) == 1:
+            return kind
+    return value
 
 
 def _is_later(
