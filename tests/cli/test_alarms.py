@@ -21,7 +21,7 @@ from tests.messages import Said
 def test_a_dead_model_is_told_on_the_screen_in_files_and_on_the_page(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any], said: Said
 ) -> None:
-    dead = tree | {"steps": 14, "optim": {"lr": 1000.0, "schedule": "constant"}, "metrics": {"log_every": 14}}
+    dead = tree | {"steps": 14, "optim": {"lr": 1e5, "schedule": "constant"}, "metrics": {"log_every": 14}}
     write_run(tmp_path / "run.yaml", dead)
 
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
