@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -74,12 +75,10 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
     _say("3/5  every byte of the newest checkpoint, checked again")
     _run("checkpoint", "verify", str(run))
     _say("4/5  the export, loaded by plain transformers")
-    export = run / "exports" / "final"
-    program = python_module("holdfast.cli.commands.generate.plain_completion")
-    accuracy = _output(*program, str(export), "100").split()[-1]
-    print(f"right answers to 100 new questions: {accuracy}")
+    accuracy = _accuracy_of(run / "exports" / "final", directory / "questions.jsonl")
+    print(f"right answers to 100 new questions: {accuracy:.3f}")
     _say("5/5  summary")
-    for line in _summary(run, f"{killed}) at step {kill_at}", float(accuracy), time.monotonic() - began):
+    for line in _summary(run, f"{killed}) at step {kill_at}", accuracy, time.monotonic() - began):
         print(line)
     return 0
 
@@ -102,11 +101,19 @@ def _check_exit(code: int, arguments: Sequence[str]) -> None:
         raise error(f"`holdfast {' '.join(arguments)}` ended with exit code {code}.")
 
 
-def _output(*command: str) -> str:
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RunStopped(f"`{' '.join(command)}` ended with exit code {done.returncode}.")
-    return done.stdout
+def _accuracy_of(export: Path, questions: Path) -> float:
+    """Return the share of right answers to 100 generated questions, completed by `holdfast generate`."""
+    from holdfast.config.sections.data import SyntheticConfig
+    from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
+
+    source = SyntheticSource(SyntheticConfig(task="sort", rows=100, seed=3))
+    rows = [source.row(index) for index in range(100)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ("generate", str(export), "--rows", str(questions), "--max-new-tokens", "8", "--json")
+    done = subprocess.run(_command(*asked), check=False, stdout=subprocess.PIPE, text=True)
+    _check_exit(done.returncode, asked)
+    answers = [each["completion"] for each in json.loads(done.stdout)["completions"]]
+    return sum(map(check_answer, rows, answers)) / len(rows)
 
 
 def _run_and_kill(kill_at: int, *arguments: str) -> int:
