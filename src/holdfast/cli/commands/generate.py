@@ -16,13 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from holdfast.cli.arguments import IS_ROWS, GenerationTargets, TrustCode
-from holdfast.config.load import EXPORTED_CONFIG
-from holdfast.config.sections.data import SourceConfig
-from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError, DataError, HoldfastError, ModelError, UserError
 from holdfast.text.escaping import escaped, escaped_paragraph
 from holdfast.text.shortening import shortened
-from holdfast.training.directory import IDENTITY
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
@@ -114,6 +110,7 @@ def _tokenised(model: PlainModel, prompts: Sequence[str], how: Decoding) -> Call
         UserError: There is no tokenizer, or the model writes no text; a prompt has no tokens or too many, or the chat
             template refuses it.
     """
+    from holdfast.config.sections.model import ModelConfig
     from holdfast.data.tokens.chat import PlainTokeniser
     from holdfast.models.files.origin import load_tokenizer
 
@@ -254,6 +251,8 @@ def _found(target: str, how: Decoding) -> Iterator[PlainModel]:
     from holdfast.checkpoint.export.about import ABOUT_FILE
     from holdfast.checkpoint.export.stored import export_stored
     from holdfast.checkpoint.keep import find
+    from holdfast.config.load import EXPORTED_CONFIG
+    from holdfast.training.directory import IDENTITY
 
     path = Path(target)
     is_ours = any((path / name).exists() for name in (IDENTITY, "manifest.json"))
@@ -277,6 +276,7 @@ def _found(target: str, how: Decoding) -> Iterator[PlainModel]:
 
 
 def _directory(target: str, how: Decoding) -> PlainModel:
+    from holdfast.config.sections.model import ModelConfig
     from holdfast.models.files.origin import locate
 
     section = ModelConfig(path=target, trust_remote_code=how.trust_remote_code)
@@ -294,6 +294,7 @@ def _at(directory: Path, path: str) -> PlainModel:
         ModelError: Its weights are not those that were exported, or it holds adapters alone.
     """
     from holdfast.checkpoint.export.about import check_weights, read_about
+    from holdfast.config.load import EXPORTED_CONFIG
 
     about = read_about(directory)
     if (directory / "adapter_config.json").exists() and (about or (directory / EXPORTED_CONFIG).exists()):
@@ -354,6 +355,7 @@ def _from_input() -> str:
 
 
 def _from_rows(path: str, column: str) -> Iterator[str]:
+    from holdfast.config.sections.data import SourceConfig
     from holdfast.data.rows.files import find_local, split_off
     from holdfast.data.rows.rows import open_source
 

@@ -16,10 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.arguments import takes
-from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.path_kinds import PathKind
-from holdfast.config.public import public_configuration, public_text
-from holdfast.config.yaml12 import parse_file, to_yaml
 from holdfast.errors import RunStopped, UserError
 from holdfast.files import read_json, size_words
 from holdfast.text.escaping import escaped
@@ -28,7 +25,7 @@ _ALLOWED = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.*", "*processor_config.json",
-    "README*.md", "LICENSE*", "holdfast_export.json", EXPORTED_CONFIG,
+    "README*.md", "LICENSE*", "holdfast_export.json", "holdfast.yaml",
 )  # fmt: skip
 """What an export may publish, by name; never samples, logs, pickles or code."""
 _ABOUT = "holdfast_export.json"
@@ -66,7 +63,12 @@ def push(
         remote_files, head = _what_is_there(api, repository, public=public)
         files = {name: CommitOperationAdd(name, content) for name, content in contents.items()}
         new = {name: file for name, file in files.items() if not _is_same(file, remote_files.get(name))}
-        _refuse_overwriting(repository, [name for name in new if name in remote_files], overwrite=overwrite)
+        changed = [name for name in new if name in remote_files]
+        if changed and not overwrite:
+            raise UserError(
+                f"{repository} has other contents under {len(changed)} of the names: {', '.join(changed[:6])}. Nothing "
+                "was sent. Give --overwrite to replace them (its history keeps them), or name another repository."
+            )
         typer.echo(f"{export}: {title}, every byte of its weights as it was exported")
         if left_out:
             names = ", ".join(map(escaped, left_out))
@@ -111,6 +113,10 @@ def outgoing_files(export: Path) -> tuple[dict[str, str | bytes], list[str]]:
 
     The configuration goes without what could be secret, and so does what the export says of its parent.
     """
+    from holdfast.config.load import EXPORTED_CONFIG
+    from holdfast.config.public import public_configuration, public_text
+    from holdfast.config.yaml12 import parse_file, to_yaml
+
     files: dict[str, str | bytes] = {
         path.name: str(path)
         for path in sorted(export.iterdir())
@@ -157,14 +163,6 @@ def _is_same(file: Any, remote: Any) -> bool:
         return bool(remote.lfs.sha256 == file.upload_info.sha256.hex())
     with file.as_file() as content:
         return bool(remote.blob_id == git_hash(content.read()))
-
-
-def _refuse_overwriting(repository: str, changed: list[str], *, overwrite: bool) -> None:
-    if changed and not overwrite:
-        raise UserError(
-            f"{repository} has other contents under {len(changed)} of the names: {', '.join(changed[:6])}. Nothing was "
-            "sent. Give --overwrite to replace them (its history keeps them), or name another repository."
-        )
 
 
 @contextmanager
