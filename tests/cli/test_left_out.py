@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.commands.push.upload import outgoing_files
+from holdfast.cli.commands.push import outgoing_files
 from holdfast.config.base import LEFT_OUT
 from holdfast.config.yaml12 import parse_file
 from tests.cli.fixtures import TINY, write_run
@@ -108,7 +108,7 @@ def test_no_argument_of_user_code_leaves_a_run_and_the_run_goes_on(
     files = [path for path in run.rglob("*") if path.is_file() and path.name != "config.resolved.yaml"]
     assert len(files) > 30
     assert [str(path) for path in files if any(each in path.read_bytes() for each in secret)] == []
-    pushed = [file.content for file in outgoing_files(export)[0].values() if isinstance(file.content, bytes)]
+    pushed = [content for content in outgoing_files(export)[0].values() if isinstance(content, bytes)]
     assert len(pushed) == 2
     assert not any(each in content for each in secret for content in pushed)
     texts = [done.out + done.err for done in (first, again, report, evaluated, of_run)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from holdfast.cli.commands.data.thumbnails import COLUMNS, ROWS, half_blocks
+from holdfast.cli.commands.data.preview import COLUMNS, ROWS, half_blocks
 
 
 def test_a_small_image_is_shown_pixel_by_pixel() -> None:

@@ -65,7 +65,7 @@ def test_one_row_shows_the_step_the_time_left_and_two_numbers(
     steps = [int(re.findall(r"\d+", row)[0]) for row in drawn]
     assert len(set(steps)) > 3
     for step, row in zip(steps, drawn, strict=True):
-        assert re.match(rf"step +{step}/{STEPS} ━+ ", row)
+        assert re.match(rf"step +{step}/{STEPS} [━╸╺]+ ", row)
         assert re.search(r" left (0:00:\d\d|-:--:--)$", row)
         for label, name, digits in MAIN[verb] if step else ():
             assert f"  {label} {lines[step - 1][name]:.{digits}f} " in row

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.commands.demo.two_runs import KILL_AT, device_for
+from holdfast.cli.commands.demo import KILL_AT, device_for
 from holdfast.config.yaml12 import parse_file
 from holdfast.launch.environment import cuda_devices
 from holdfast.metrics.sink import read_metrics
@@ -20,7 +20,7 @@ STEPS = 80
 SHORT = """
 import sys
 from pathlib import Path
-from holdfast.cli.commands.demo.two_runs import demo
+from holdfast.cli.commands.demo import demo
 
 sys.executable, *words = sys.argv[1:]
 demo(Path(words[0]), 0, *words[1:], kill_at=4)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.progress import ProgressColumn
 
 
 class End(NamedTuple):
@@ -34,14 +35,15 @@ class End(NamedTuple):
         return by_epochs if self.steps is None else min(self.steps, by_epochs)
 
 
-class ProgressDisplay(Protocol):
-    """Shows steps as they pass."""
+class ProgressDisplay:
+    """Shows messages, and of the steps nothing; other displays show steps too."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step."""
 
     def say(self, text: str) -> None:
         """Print a message without breaking the display."""
+        _print(text)
 
     def close(self) -> None:
         """Leave the screen as it is."""
@@ -59,7 +61,7 @@ def open_progress(
         verb: Whose numbers stay longest where a terminal is narrow.
     """
     if kind == "off":
-        return SilentDisplay()
+        return ProgressDisplay()
     if kind == "bar" or (kind == "auto" and terminal_width() is not None):
         return Bar(end, first_step, verb)
     return Lines(end)
@@ -115,30 +117,11 @@ def _written(metrics: Mapping[str, float]) -> dict[str, str]:
     }
 
 
-def summary(metrics: Mapping[str, float]) -> str:
-    """Return the few numbers worth a glance."""
-    return "  ".join(_written(metrics).values())
-
-
 def _print(text: str) -> None:
     print(text, flush=True)
 
 
-class SilentDisplay:
-    """Shows nothing but messages."""
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def say(self, text: str) -> None:
-        """Print the message."""
-        print(text, flush=True)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Lines:
+class Lines(ProgressDisplay):
     """A line per step, at most one a second."""
 
     def __init__(self, end: End, write: Callable[[str], None] = _print) -> None:
@@ -156,7 +139,7 @@ class Lines:
         if timestamp - self._last >= 1.0 or step == self._total:
             self._last = timestamp
             of = f"/{self._total}" if self._total else ""
-            self._write(f"step {step}{of}  {summary(metrics)}{self._left(step, timestamp)}")
+            self._write(f"step {step}{of}  {'  '.join(_written(metrics).values())}{self._left(step, timestamp)}")
 
     def _left(self, step: int, timestamp: float) -> str:
         """Return the time that the steps to come take at the pace so far; "" before there is one, and at the end."""
@@ -171,11 +154,8 @@ class Lines:
         """Print the message."""
         self._write(text)
 
-    def close(self) -> None:
-        """Do nothing."""
 
-
-class LoggedDisplay:
+class LoggedDisplay(ProgressDisplay):
     """A display whose steps are also written as lines elsewhere.
 
     Args:
@@ -208,136 +188,86 @@ class LoggedDisplay:
         self._shown.close()
 
 
-class Bar:
-    """A line that is redrawn: the step, a progress bar, the metrics and the time left.
+class Bar(ProgressDisplay):
+    """A line that rich redraws: the step, a bar, the metrics, the time since the start and the time left.
 
     A narrow terminal shows fewer metrics; the main metric of the command and the time left are dropped last.
     """
 
     def __init__(self, end: End, first_step: int, verb: str = "") -> None:
         from rich.console import Console
-        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.table import Column
 
-        self._end, self._total = end, end.steps
-        self._first, self._step = first_step, first_step
-        self._began = time.monotonic()
-        self._seen: tuple[int, float] | None = None
-        """The first step that was seen, and when it had ended: what comes before the first steps is no pace."""
-        self._ended = self._began
+        self._end = end
         self._ranks = tuple(dict.fromkeys((*_MAIN.get(verb, ()), *_RANKS)))
-        self._numbers: dict[str, str] = {}
         self._widths: dict[str, int] = {}
         """The longest text of each number so far, so that the line keeps its places."""
-        # Without soft_wrap, messages are broken at the width of the terminal, and so into the log.
-        self._console = Console(soft_wrap=True)
-        self._live = Live(console=self._console, get_renderable=self._frame)
-        self._live.start()
+        whole = Column(no_wrap=True)
+        self._parts: dict[str, list[str | ProgressColumn]] = {
+            "step": [TextColumn("{task.description}")],
+            "bar": [BarColumn(_LONGEST_BAR)],
+            "numbers": [TextColumn("{task.fields[numbers]}")],
+            "elapsed": [TimeElapsedColumn(table_column=whole)],
+            "left": ["left", TimeRemainingColumn(table_column=whole)],
+        }
+        # Without soft_wrap, messages are broken at the width of the terminal, and so into the log. The estimate is by
+        # all steps: one step of a policy may take longer than the 30 seconds that rich looks at.
+        console = Console(soft_wrap=True)
+        self._progress = Progress(console=console, refresh_per_second=4, speed_estimate_period=math.inf)
+        self._progress.add_task("", total=end.steps, completed=first_step)
+        (self._task,) = self._progress.tasks
+        self._show(first_step, {})
+        self._progress.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar."""
-        self._numbers = _written(metrics)
-        for name, text in self._numbers.items():
-            self._widths[name] = max(self._widths.get(name, 0), len(text))
-        self._step, self._ended = step, time.monotonic()
-        self._total = self._end.expected(step, metrics.get("epoch", 0.0))
-        self._seen = self._seen or (step, self._ended)
-        if step == self._total:
-            self._live.refresh()
+        # Not by `Progress.update`, which forgets the pace when the total changes.
+        self._task.total = self._end.expected(step, metrics.get("epoch", 0.0))
+        self._show(step, _written(metrics))
+        if step == self._task.total:
+            self._progress.refresh()
+
+    def _show(self, step: int, numbers: Mapping[str, str]) -> None:
+        total = self._task.total
+        self._widths |= {name: max(self._widths.get(name, 0), len(text)) for name, text in numbers.items()}
+        sizes = {name: 2 + self._widths[name] for name in self._ranks if name in numbers}
+        step_text = f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
+        fitting = fitting_parts(sizes, self._progress.console.width - len(step_text), has_end=bool(total))
+        self._progress.columns = tuple(
+            column for part, columns in self._parts.items() if part in {"step", *fitting} for column in columns
+        )
+        written = (f" {text.ljust(self._widths[name])}" for name, text in numbers.items() if name in fitting)
+        self._progress.update(self._task.id, completed=step, description=step_text, numbers=" ".join(written))
 
     def say(self, text: str) -> None:
         """Print above the bar."""
-        self._console.print(text, highlight=False, markup=False)
+        self._progress.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         """Stop redrawing."""
-        self._live.stop()
-
-    def _frame(self) -> Text:
-        from rich.text import Text
-
-        numbers = {name: text.ljust(self._widths[name]) for name, text in self._numbers.items()}
-        line = fitted_frame(self._times(), numbers, self._ranks, bool(self._total), self._console.width)
-        done = round(line.bar * min(self._step / self._total, 1.0)) if self._total else 0
-        glyph = "━" if self._console.encoding.lower().startswith("utf") else "="
-        # Without colours what is to come would look like what is done.
-        remaining_glyph = " " if self._console.color_system is None or self._console.no_color else glyph
-        bar = (glyph * done, "bar.complete"), (remaining_glyph * (line.bar - done), "bar.back")
-        return Text.assemble(line.before, *bar, line.after)
-
-    def _times(self) -> Times:
-        of = "" if self._total is None else f"/{self._total}"
-        elapsed = timedelta(seconds=int(time.monotonic() - self._began))
-        return Times(f"step {self._step:>{len(of) - 1 if of else 1}}{of}", str(elapsed), self._left())
-
-    def _left(self) -> str:
-        """Return the time that the steps to come take at the pace so far, counted down within a step."""
-        if self._total is None:
-            return ""
-        if self._step >= self._total:
-            return "left 0:00:00"
-        if self._seen is None or self._step == self._seen[0]:
-            return "left -:--:--"
-        first, first_time = self._seen
-        pace = (self._ended - first_time) / (self._step - first)
-        seconds = pace * (self._total - self._step) - min(time.monotonic() - self._ended, pace)
-        return f"left {timedelta(seconds=round(seconds))}"
-
-
-class Times(NamedTuple):
-    """What stands around the numbers of a bar's line."""
-
-    step: str
-    elapsed: str
-    remaining: str
+        self._progress.stop()
 
 
 _SHORTEST_BAR, _LONGEST_BAR = 8, 24
+_TIME = len("0:00:00")
 
 
-def fitted_frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_bar: bool, width: int) -> Frame:
-    """Return the parts of a bar's line that fit into a width.
+def fitting_parts(numbers: Mapping[str, int], room: int, *, has_end: bool) -> set[str]:
+    """Return the parts of a line that fit beside the step: `bar`, `left`, `elapsed` and names of numbers.
 
-    The step stands there always. What else there is comes by rank: the first number, the time left, the second number,
-    the bar, the third number, the time since the start, and the others, up to the first that has no room.
+    They come by rank: the first number, the time left, the second number, the bar, the third number, the time since the
+    start, and the others, up to the first that has no room.
 
     Args:
-        times: What stands around the numbers.
-        numbers: Their texts, in the order in which they are shown.
-        ranks: Of the numbers, the most important first.
-        has_bar: Whether there is one; not where the number of steps is not known.
-        width: Columns.
+        numbers: The columns of each with the blanks before it, the most important first.
+        room: Columns.
+        has_end: Whether the number of steps is known: there is a bar, and a time left.
     """
-    room = width - len(times.step)
-    fitting = set()
-    for name, size in _sizes(times, numbers, ranks, has_bar).items():
-        if size > room:
-            break
-        room -= size
-        fitting.add(name)
-    numbers_text = "".join(f"  {text}" for name, text in numbers.items() if name in fitting)
-    ends = times.elapsed if _ELAPSED in fitting else "", times.remaining if _LEFT in fitting else ""
-    ending = " ".join(end for end in ends if end)
-    bar = min(_LONGEST_BAR, _SHORTEST_BAR + room) if _BAR in fitting else 0
-    return Frame(times.step + " " * bool(bar), bar, numbers_text + (f"  {ending}" if ending else ""))
-
-
-_BAR, _ELAPSED, _LEFT = " bar", " elapsed", " left"
-"""Names that no number has."""
-
-
-def _sizes(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_bar: bool) -> dict[str, int]:
-    """Return the columns that each part takes with the blanks before it, by rank."""
-    sizes = [(name, 2 + len(numbers[name])) for name in ranks if name in numbers]
-    bar = [(_BAR, 1 + _SHORTEST_BAR)] if has_bar else []
-    time_left = [(_LEFT, 2 + len(times.remaining))] if times.remaining else []
-    elapsed = (_ELAPSED, 2 - len(time_left) + len(times.elapsed))
-    return dict([*sizes[:1], *time_left, *sizes[1:2], *bar, *sizes[2:3], elapsed, *sizes[3:]])
-
-
-class Frame(NamedTuple):
-    """A bar's line."""
-
-    before: str
-    bar: int
-    """Columns of the bar itself."""
-    after: str
+    ranked = list(numbers.items())
+    left = [("left", len(" left ") + _TIME)] if has_end else []
+    bar = [("bar", 1 + _SHORTEST_BAR)] if has_end else []
+    sizes = [*ranked[:1], *left, *ranked[1:2], *bar, *ranked[2:3], ("elapsed", 1 + _TIME), *ranked[3:]]
+    ends = accumulate(size for _, size in sizes)
+    fitting = {name for (name, _), end in zip(sizes, ends, strict=True) if end <= room}
+    return fitting | {"numbers"} if fitting & numbers.keys() else fitting

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.card import card_of
-from holdfast.cli.commands.push.upload import outgoing_files
+from holdfast.cli.commands.push import outgoing_files
 from holdfast.config.base import LEFT_OUT, keys_of
 from holdfast.config.load import from_mapping
 from holdfast.config.public import HASHED, WHOLE, public_configuration
@@ -166,7 +166,7 @@ def test_no_secret_of_any_key_is_in_what_leaves_a_run(verb: str, seed: int, tmp_
         "settings that a resume compares": to_yaml(public_configuration(tree, HASHED)),
     }
     (tmp_path / "holdfast.yaml").write_text(to_yaml(tree))
-    leaving["pushes"] = repr(outgoing_files(tmp_path)[0]["holdfast.yaml"].content)
+    leaving["pushes"] = repr(outgoing_files(tmp_path)[0]["holdfast.yaml"])
 
     assert len(planter.secrets) > 30
     assert set(PLANTED.findall(json.dumps(tree))) == set(planter.secrets)

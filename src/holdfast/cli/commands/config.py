@@ -2,8 +2,6 @@
 
 # As cli/main.py, without `from __future__ import annotations`.
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,7 +20,8 @@ def config_show(
     short: Annotated[bool, typer.Option("--short", help="Print only what differs from the defaults.")] = False,
 ) -> None:
     """Print the whole tree, defaults included."""
-    typer.echo(show_config(run, overrides or [], short=short), nl=False)
+    config = load_run(run, overrides or []).config
+    typer.echo(to_yaml(differing(config) if short else as_plain(config)), nl=False)
 
 
 def config_schema(verb: Annotated[str, typer.Argument(help="Which verb's tree.")] = "sft") -> None:
@@ -35,16 +34,15 @@ def config_diff(
     second: Configuration,
 ) -> None:
     """Print the keys in which two runs differ; exit 1 if they do."""
-    lines = diff_configs(first, second)
-    for line in lines:
-        typer.echo(line)
-    raise typer.Exit(1 if lines else 0)
-
-
-def show_config(path: Path, overrides: Sequence[str], *, short: bool = False) -> str:
-    """Return the tree as YAML, whole or without the values that are their defaults."""
-    config = load_run(path, overrides).config
-    return to_yaml(differing(config) if short else as_plain(config))
+    files = (path / "config.resolved.yaml" if path.is_dir() else path for path in (first, second))
+    first_leaves, second_leaves = (dict(leaves(as_plain(load_run(file, []).config))) for file in files)
+    are_same = True
+    for key in sorted(set(first_leaves) | set(second_leaves)):
+        a, b = first_leaves.get(key, "(absent)"), second_leaves.get(key, "(absent)")
+        if a != b and key != "run.name":
+            typer.echo(f"{key}: {a} -> {b}")
+            are_same = False
+    raise typer.Exit(0 if are_same else 1)
 
 
 def schema(verb: str) -> str:
@@ -56,15 +54,3 @@ def schema(verb: str) -> str:
     if verb not in ROOTS:
         raise ConfigError(f"There is no verb {verb!r} with a configuration; there are {', '.join(ROOTS)}.")
     return json.dumps(ROOTS[verb].model_json_schema(), indent=2)
-
-
-def diff_configs(first: Path, second: Path) -> list[str]:
-    """Return one line per key in which two trees differ; a run's directory stands for what was resolved for it."""
-    files = (path / "config.resolved.yaml" if path.is_dir() else path for path in (first, second))
-    first_leaves, second_leaves = (dict(leaves(as_plain(load_run(file, []).config))) for file in files)
-    lines = []
-    for key in sorted(set(first_leaves) | set(second_leaves)):
-        a, b = first_leaves.get(key, "(absent)"), second_leaves.get(key, "(absent)")
-        if a != b and key != "run.name":
-            lines.append(f"{key}: {a} -> {b}")
-    return lines

@@ -68,10 +68,10 @@ def _on_rows(model: str, data: str, overrides: Sequence[str]) -> TrainingConfig:
     """Return what `holdfast init` would write for a model and rows, with all rows as the evaluation set."""
     from holdfast.cli.commands.init.first_file import suggest
 
-    tree = suggest(None, (model, None), data, Path.cwd(), "eval").tree
-    verb, section = tree.pop("verb"), tree["data"]
+    draft = suggest(None, (model, None), data, Path.cwd(), "eval")
+    tree, section = draft.tree, draft.tree["data"]
     section.pop("validation_split", None)
     tree["model"].pop("lora", None)  # nothing is trained
     columns = {name: section[name] for name in ("path", "columns") if name in section}
     tree["evaluation"] = {"sets": {"rows": columns}}
-    return from_mapping(tree, ROOTS[verb], "the suggestion", overrides)
+    return from_mapping(tree, ROOTS[draft.verb], "the suggestion", overrides)

@@ -7,14 +7,12 @@ what `holdfast checkpoint verify` does.
 # As cli/main.py, without `from __future__ import annotations`.
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.cells import cell_len, set_cell_size
 
 from holdfast.cli.arguments import takes
 from holdfast.config.path_kinds import PathKind
@@ -23,36 +21,13 @@ from holdfast.errors import ConfigError, UserError
 from holdfast.files import RegularFile, read_json, read_text
 from holdfast.metrics.sink import METRICS
 from holdfast.text.escaping import escaped
-from holdfast.text.shortening import shortened
 from holdfast.training.directory import CHECKPOINTS, EVENTS, IDENTITY
-from holdfast.training.run_state import RunState, json_lines, newest_lease, state_of
+from holdfast.training.run_state import json_lines, newest_lease, state_of
 
 WIDTH = 100
-_WIDEST_NAME, _WIDEST_RATING = 28, 30
 _TAIL_BYTES = 1 << 18
 _ABOUT = "holdfast_export.json"
 """As `checkpoint.export.about` and `training.saving.exports` name them; these import torch."""
-
-
-@dataclass(frozen=True)
-class RunLine:
-    """One line of the list: the state of a run."""
-
-    name: str
-    path: str
-    verb: str
-    run_id: str
-    step: int | None
-    """None where no step has a line yet."""
-    state: str
-    """running, done, stopped or failed."""
-    why: str
-    checkpoint: int | None
-    """Step of the newest checkpoint that the run recorded as verified and that is still there."""
-    best: dict[str, Any] | None
-    """Metric and value of exports/best."""
-    last_activity: str
-    """When the newest of its files was written."""
 
 
 def list_runs(
@@ -67,19 +42,10 @@ def list_runs(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
-    print_runs(directory, as_json=as_json)
-
-
-def print_runs(directory: Path, *, as_json: bool) -> None:
-    """Print the runs in a directory.
-
-    Raises:
-        UserError: It is not a directory, or cannot be read.
-    """
     runs, passed = listed(directory)
     if as_json:
         passed_over = [{"path": path, "reason": reason} for path, reason in passed]
-        typer.echo(json.dumps({"runs": [asdict(run) for run in runs], "passed_over": passed_over}, indent=2))
+        typer.echo(json.dumps({"runs": runs, "passed_over": passed_over}, indent=2))
         return
     for line in runs_table(runs):
         typer.echo(line)
@@ -87,10 +53,44 @@ def print_runs(directory: Path, *, as_json: bool) -> None:
         typer.echo(f"no run is in {escaped(str(directory))}", err=True)
     for path, reason in passed:
         sys.stdout.flush()
-        typer.echo(shortened(f"passed over {escaped(path)}: {escaped(reason)}", WIDTH, width=cell_len), err=True)
+        typer.echo(_grid([[f"passed over {escaped(path)}: {escaped(reason)}"]], [WIDTH])[0], err=True)
 
 
-def listed(directory: Path) -> tuple[list[RunLine], list[tuple[str, str]]]:
+def runs_table(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one line per run, none wider than `WIDTH` cells; the reason of a state comes last and is cut."""
+    rows = [
+        (
+            escaped(run["name"]),
+            escaped(run["verb"]),
+            f"step {'-' if run['step'] is None else run['step']}",
+            f"checkpoint {'-' if run['checkpoint'] is None else run['checkpoint']}",
+            f"best {escaped(run['best']['metric'])}={run['best']['value']:.5g}" if run["best"] else "",
+            run["state"] + (f": {escaped(run['why'])}" if run["why"] else ""),
+        )
+        for run in runs
+    ]
+    return _grid(rows, [28, 8, 14, 20, 30, WIDTH])
+
+
+def _grid(rows: Sequence[Sequence[str]], widest: Sequence[int]) -> list[str]:
+    """Return the lines of a table whose columns are as wide as their texts; the last one gives way to the others."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    used = [number for number in range(len(widest)) if any(row[number] for row in rows)]
+    for number in used:
+        table.add_column(no_wrap=number != used[-1], max_width=widest[number])
+    for row in rows:
+        table.add_row(*(Text(row[number], no_wrap=True, overflow="ellipsis") for number in used))
+    console = Console(width=WIDTH, color_system=None, highlight=False)
+    with console.capture() as printed:
+        console.print(table)
+    return [line.rstrip() for line in printed.get().splitlines() if line]
+
+
+def listed(directory: Path) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """Return the runs in a directory, the last active first, and what was passed over there with the reason.
 
     Raises:
@@ -103,7 +103,7 @@ def listed(directory: Path) -> tuple[list[RunLine], list[tuple[str, str]]]:
         raise UserError(
             f"{directory} is no directory of runs: {error.strerror or error}. Name one: holdfast runs ls DIR."
         ) from error
-    runs: list[tuple[float, RunLine]] = []
+    runs: list[tuple[float, dict[str, Any]]] = []
     passed: list[tuple[str, str]] = []
     for path in paths:
         if path.name.startswith(".") and not single:  # launches and dry runs
@@ -119,29 +119,8 @@ def listed(directory: Path) -> tuple[list[RunLine], list[tuple[str, str]]]:
     return [run for _, run in runs], passed
 
 
-def runs_table(runs: Sequence[RunLine]) -> Iterator[str]:
-    """Yield one line per run, none wider than `WIDTH` cells; the reason of a state comes last and is cut."""
-    rows = [
-        (
-            escaped(run.name),
-            escaped(run.verb),
-            f"step {'-' if run.step is None else run.step}",
-            f"checkpoint {'-' if run.checkpoint is None else run.checkpoint}",
-            "" if run.best is None else f"best {escaped(str(run.best['metric']))}={run.best['value']:.5g}",
-            run.state + (f": {escaped(run.why)}" if run.why else ""),
-        )
-        for run in runs
-    ]
-    most = (_WIDEST_NAME, 8, 14, 20, _WIDEST_RATING, WIDTH)
-    widths = [min(max((cell_len(row[column]) for row in rows), default=0), most[column]) for column in range(len(most))]
-    for row in rows:
-        columns = [(shortened(text, width, width=cell_len), width) for text, width in zip(row, widths, strict=True)]
-        cells = [set_cell_size(text, width) for text, width in columns if width]
-        yield shortened("  ".join(cells).rstrip(), WIDTH, width=cell_len)
-
-
-def _looked_at(directory: Path) -> tuple[float, RunLine]:
-    """Return when a run was last active, and the run.
+def _looked_at(directory: Path) -> tuple[float, dict[str, Any]]:
+    """Return when a run was last active, and what `--json` prints of it.
 
     Raises:
         OSError: A file of it is missing or is none.
@@ -149,22 +128,21 @@ def _looked_at(directory: Path) -> tuple[float, RunLine]:
     """
     verb, run_id = _identity(directory)
     step, events = last_step(directory / METRICS), read_events(directory / EVENTS)
-    state: RunState = state_of(directory, events, step)
+    state = state_of(directory, events, step)
     paths = [*(directory / name for name in (IDENTITY, METRICS, EVENTS)), newest_lease(directory)]
     active = max(path.stat().st_mtime for path in paths if path is not None and path.exists())
-    run = RunLine(
-        name=directory.absolute().name,
-        path=str(directory),
-        verb=verb,
-        run_id=run_id,
-        step=step,
-        state=state.name,
-        why=state.why,
-        checkpoint=_newest_checkpoint(directory, events),
-        best=_rating(directory / "exports" / "best"),
-        last_activity=datetime.fromtimestamp(active).astimezone().isoformat(timespec="seconds"),
-    )
-    return active, run
+    return active, {
+        "name": directory.absolute().name,
+        "path": str(directory),
+        "verb": verb,
+        "run_id": run_id,
+        "step": step,
+        "state": state.name,
+        "why": state.why,
+        "checkpoint": _newest_checkpoint(directory, events),
+        "best": _rating(directory / "exports" / "best"),
+        "last_activity": datetime.fromtimestamp(active).astimezone().isoformat(timespec="seconds"),
+    }
 
 
 def _identity(directory: Path) -> tuple[str, str]:

@@ -74,7 +74,6 @@ def train_run(  # noqa: PLR0913, PLR0917 - each is an option of a command
     from holdfast.cli.commands.init.first_file import suggest
 
     tree = suggest(verb, (model, teacher), data, Path.cwd(), verb).tree
-    del tree["verb"]
     return start(verb, LoadedConfig(from_mapping(tree, ROOTS[verb], "the suggestion", values), Path.cwd()))
 
 

@@ -169,7 +169,7 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
     if "auto_map" in raw and not trust_remote_code:
         raise ModelError(
             f"{directory} brings Python code of its own ({', '.join(sorted(raw['auto_map']))}), which would run on "
-            "your machine. Read it, then set model.trust_remote_code: true."
+            "your machine. Read it, then set model.trust_remote_code: true, or --trust-remote-code of a command."
         )
     with refusals(f"transformers cannot read {path}"):
         return AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)

@@ -37,7 +37,6 @@ SHOWN = ("loss", "reward")
 
 def listing(path: str, metrics: Sequence[str]) -> Iterator[str]:
     """Yield a table of a run's checkpoints."""
-
     storage = _folder(path)
     pins, columns = read_pins(storage), list(metrics)
     for step, name in steps(storage).items():
@@ -64,7 +63,6 @@ def listing(path: str, metrics: Sequence[str]) -> Iterator[str]:
 
 def _folder(path: str) -> Storage:
     """Return a run's checkpoints; also where all of them were damaged and put aside."""
-
     try:
         return find.folder_of(path)
     except NoCheckpoint:
@@ -76,7 +74,6 @@ def _folder(path: str) -> Storage:
 
 
 def _put_aside(storage: Storage) -> list[str]:
-
     return [name for name in storage.names() if name.startswith(QUARANTINE)]
 
 
@@ -95,7 +92,6 @@ def description(path: str) -> Iterator[str]:
     Raises:
         CheckpointCorrupt: A file of tensors does not hold the tensors that the manifest lists.
     """
-
     checkpoint = find.one(path)
     manifest = checkpoint.manifest
     check_headers(checkpoint.storage, checkpoint.name, manifest)  # the files hold what the manifest says of tensors
@@ -122,7 +118,6 @@ def description(path: str) -> Iterator[str]:
 
 
 def _optimizer(manifest: Manifest) -> Iterator[str]:
-
     if manifest.optimizer is not None:
         yield f"optimizer {manifest.optimizer['kind']}"
         slots = [slot for slots in records(manifest).values() for slot in slots.values()]
@@ -141,7 +136,6 @@ def _was_deleted(storage: Storage, name: str) -> bool:
 
 def verification(path: str, level: Level) -> tuple[list[str], bool]:
     """Return one line per checkpoint, and whether all are whole."""
-
     of_run = True
     try:
         storage = _folder(path)
@@ -174,7 +168,6 @@ def verification(path: str, level: Level) -> tuple[list[str], bool]:
 
 
 def _single(target: str) -> tuple[Storage, list[str]]:
-
     path = target.rstrip("/")
     parent, _, name = path.rpartition("/") if "://" in path else str(Path(path).absolute()).rpartition("/")
     storage = open_storage(parent)
@@ -186,7 +179,6 @@ def _single(target: str) -> tuple[Storage, list[str]]:
 @contextmanager
 def writing(storage: Storage) -> Iterator[None]:
     """Tell a user in a sentence that a directory cannot be written."""
-
     try:
         yield
     except OSError as error:
@@ -197,7 +189,6 @@ def writing(storage: Storage) -> Iterator[None]:
 
 def pinned(path: str, step: int, *, remove: bool) -> str:
     """Pin or unpin a step, and return what is pinned then."""
-
     storage = find.folder_of(path)
     existing_steps = steps(storage)
     if step not in existing_steps and not remove:
@@ -222,7 +213,6 @@ def pruned(
     dry_run: bool,
 ) -> Iterator[str]:
     """Delete what is not kept, and yield one line per deleted step."""
-
     storage = find.folder_of(path)
     policy, stored = _policy(storage, keep_last, keep_every, keep_best, mode), manifests(storage)
     notes: list[str] = []
@@ -247,7 +237,6 @@ def _policy(
     storage: Storage, keep_last: int | None, keep_every: int | None, keep_best: Sequence[str], mode: str | None
 ) -> Retention:
     """Return the run's own retention with what was asked for: numbers replace its numbers, metrics come beside."""
-
     record = read_retention(storage)
     retention = Retention() if record is None else record.retention
     for metric in keep_best:
@@ -257,7 +246,6 @@ def _policy(
 
 
 def _newest_whole(storage: Storage, stored: dict[int, Manifest]) -> int:
-
     for step in sorted(stored, reverse=True):
         try:
             verify_checkpoint(storage, step_name(step), "files")

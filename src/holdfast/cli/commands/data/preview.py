@@ -17,6 +17,7 @@ from holdfast.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from holdfast.data.batches.candidates import Tokenise
     from holdfast.data.rows.rows import Row
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from holdfast.types import Example
 
 
+COLUMNS, ROWS = 40, 20
+"""Characters that an image takes at most."""
 _OPEN, _CLOSE = "⟦", "⟧"
 """Around what is trained, where there are no colours."""
 
@@ -41,8 +44,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
 
     from holdfast.data.rows.rows import open_source
     from holdfast.models.files.origin import load_tokenizer
-    from holdfast.training.run import ConfiguredRun
-    from holdfast.training.setup.rows import preference_tokeniser, row_tokeniser, task_rows
+    from holdfast.training.setup.rows import task_rows
 
     loaded = load_run(path, overrides)
     config = loaded.config
@@ -61,12 +63,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         for line in _prompt(config, tokenizer, loaded.base, content, f"{source.name} row {row}", images):
             console.print(Text(line))
         return
-    run_file = ConfiguredRun(config=config, base=loaded.base)
-    tokenise: Tokenise[Example] = (
-        preference_tokeniser(config, run_file, tokenizer, images)
-        if isinstance(config, DPOConfig)
-        else row_tokeniser(run_file, tokenizer, {source.name: section.rows}, images)
-    )
+    tokenise = tokeniser_of(config, tokenizer, loaded.base, images, {source.name: section.rows})
     sequences = tokenise(content, row, source.name, f"{source.name} row {row}")
     for example in sequences.examples:
         _show(console, example, tokenizer)
@@ -90,10 +87,25 @@ def _show_video(console: Console, frames: Sequence[Any], tokens: int, name: str)
 
 
 def _draw(console: Console, image: Any) -> None:
-    from holdfast.cli.commands.data.thumbnails import half_blocks
-
     if console.color_system is not None and not console.no_color:
         console.print(half_blocks(image), end="")
+
+
+def half_blocks(image: Any) -> Text:
+    """Return a PIL image in RGB as upper halves of blocks: a colour and a background are two pixels."""
+    from rich.text import Text
+
+    scale = min(COLUMNS / image.width, 2 * ROWS / image.height, 1.0)
+    width, height = (max(1, round(side * scale)) for side in (image.width, image.height))
+    small = image.resize((width, height))
+    text = Text()
+    for row in range(0, height, 2):
+        for column in range(width):
+            above = "#{:02x}{:02x}{:02x}".format(*small.getpixel((column, row)))
+            below = row + 1 < height and "#{:02x}{:02x}{:02x}".format(*small.getpixel((column, row + 1)))
+            text.append("▀", style=f"{above} on {below}" if below else above)
+        text.append("\n")
+    return text
 
 
 def _show(console: Console, example: Example, tokenizer: Any) -> None:
@@ -130,15 +142,8 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
     config: GRPOConfig | DistillConfig, tokenizer: Any, base: Path, row: Row, name: str, images: ImageSide | str
 ) -> Iterator[str]:
     """Yield a row's prompt as the policy sees it, and what rewards see of the row."""
-    from holdfast.data.batches.prompts import prompt_tokeniser
-    from holdfast.data.tokens.chat import RowTokeniser
-
-    longest = longest_prompt(config)
-    assert longest is not None
     assert config.rollout is not None
-    rows = RowTokeniser(tokenizer, config.data, base, images)
-    tokenise = prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
-    tokenised = tokenise(row, 0, name, name)
+    tokenised = tokeniser_of(config, tokenizer, base, images, {})(row, 0, name, name)
     for prompt in tokenised.examples:
         yield prompt.text
         yield f"{prompt.tokens.size} tokens; the policy writes up to {config.rollout.max_new_tokens} after them"
@@ -148,7 +153,32 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
     if isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None:
         limit = "data.max_prompt_length is"
     for counted in tokenised.counts:
-        yield _COUNTED[counted].format(tokens=max(tokenised.lengths), longest=longest, limit=limit)
+        yield _COUNTED[counted].format(tokens=max(tokenised.lengths), longest=longest_prompt(config), limit=limit)
+
+
+def tokeniser_of(  # noqa: PLR0913 - a run's parts and its rows
+    config: TrainingConfig,
+    tokenizer: Any,
+    base: Path,
+    images: ImageSide | str,
+    formats: dict[str, Any],
+    *,
+    training: bool = True,
+) -> Tokenise[Any]:
+    """Return what turns rows into what a run of this verb reads: prompts, pairs or sequences."""
+    from holdfast.data.batches.prompts import prompt_tokeniser
+    from holdfast.data.tokens.chat import RowTokeniser
+    from holdfast.training.run import ConfiguredRun
+    from holdfast.training.setup.rows import preference_tokeniser, row_tokeniser
+
+    run_file = ConfiguredRun(config=config, base=base)
+    longest = longest_prompt(config, training=training)
+    if longest is not None:
+        rows = RowTokeniser(tokenizer, config.data, base, images)
+        return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
+    if isinstance(config, DPOConfig):
+        return preference_tokeniser(config, run_file, tokenizer, images)
+    return row_tokeniser(run_file, tokenizer, formats, images)
 
 
 def longest_prompt(config: TrainingConfig, *, training: bool = True) -> int | None:

@@ -13,18 +13,15 @@ from typing import Any
 
 import typer
 
-from holdfast.cli.commands.data.preview import images_of, longest_prompt
+from holdfast.cli.commands.data.preview import images_of, longest_prompt, tokeniser_of
 from holdfast.config.sections.reward import MathConfig
-from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.candidates import Tokenise, broken_text_named
-from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.rows.reading import EndOfStream, RowReader
 from holdfast.data.rows.rows import Row, Source, open_source
 from holdfast.data.survey import Survey, report_lines
-from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.files.origin import load_tokenizer
@@ -36,9 +33,7 @@ from holdfast.training.setup.rows import (
     filter_of,
     in_order,
     open_data,
-    preference_tokeniser,
     row_filter,
-    row_tokeniser,
     task_rows,
 )
 
@@ -92,7 +87,6 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """Yield what is printed."""
-
         room_for = 0 if self.limits_prompts else self.room_for or 0
         key = "data.max_prompt_length" if self.limits_prompts else "data.max_length"
         lines = report_lines(self.survey, prompts=self.room_for is not None, room_for=room_for, limit=key)
@@ -110,7 +104,6 @@ def survey_of(config: TrainingConfig, base: Path, rows: int) -> Survey:
     Raises:
         UserError: One of them cannot be read.
     """
-
     section = config.data.all_sources()[0]
     source = open_source(section, base, task_rows(config))
     tokenizer = load_tokenizer(config.model, base)
@@ -123,7 +116,6 @@ def survey_of(config: TrainingConfig, base: Path, rows: int) -> Survey:
 
 
 def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterator[Report]:
-
     data = open_data(ConfiguredRun(config=config, base=base))
     tokenizer = load_tokenizer(config.model, base)
     images = images_of(config, tokenizer, base)
@@ -162,7 +154,6 @@ def _report_of(name: str, source: Source, config: TrainingConfig, longest: int |
 
 def _rows(source: Source, survey: Survey) -> Iterator[tuple[str, Row]]:
     """Yield all rows that can be read, each with its name for messages; the others are counted."""
-
     reader = RowReader([source], in_order(source))
     for draw in count() if source.size is None else range(source.size):
         try:
@@ -179,7 +170,6 @@ def _rows(source: Source, survey: Survey) -> Iterator[tuple[str, Row]]:
 
 def _count(survey: Survey, tokenise: Tokenise[Any], row: Row, name: str, *, refused: bool) -> bool:
     """Add a row to the survey; return whether a run can use it."""
-
     try:
         with broken_text_named(row, name):
             tokenised = tokenise(row, survey.rows, survey.source, name)
@@ -197,16 +187,9 @@ def _tokenise(
     config: TrainingConfig, tokenizer: Any, base: Path, images: Any, formats: dict[str, Any], *, training: bool = True
 ) -> Tokenise[Any]:
     """Return what turns rows into what a run of this verb reads; rows that would be refused for length are measured."""
-
     if config.data.overlong == "refuse":
         config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "drop"})})
-    longest = longest_prompt(config, training=training)
-    if longest is not None:
-        rows = RowTokeniser(tokenizer, config.data, base, images)
-        return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
-    if isinstance(config, DPOConfig):
-        return preference_tokeniser(config, ConfiguredRun(config=config, base=base), tokenizer, images)
-    return row_tokeniser(ConfiguredRun(config=config, base=base), tokenizer, formats, images)
+    return tokeniser_of(config, tokenizer, base, images, formats, training=training)
 
 
 @dataclass
@@ -225,7 +208,6 @@ class _AnswerChecks:
         Raises:
             ConfigError: A reward cannot work here.
         """
-
         if not isinstance(config, GRPOConfig):
             return cls({}, None)
         rewards = [reward for reward in config.reward if isinstance(reward, MathConfig)]

@@ -4,65 +4,54 @@ A repository is made private unless asked otherwise, nothing that is there is re
 is compared with what was sent by the hashes that the hub computed of it.
 """
 
-from __future__ import annotations
-
-import hashlib
+# As cli/main.py, without `from __future__ import annotations`.
 import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from holdfast.config.load import EXPORTED_CONFIG
-from holdfast.config.public import public_configuration, public_text
-from holdfast.config.yaml12 import parse_file, to_yaml
+import typer
+
+from holdfast.cli.arguments import takes
+from holdfast.config.path_kinds import PathKind
 from holdfast.errors import RunStopped, UserError
 from holdfast.files import read_json, size_words
-from holdfast.models.files.places import local_directory
 from holdfast.text.escaping import escaped
 
 _ALLOWED = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.*", "*processor_config.json",
-    "README*.md", "LICENSE*", "holdfast_export.json", EXPORTED_CONFIG,
+    "README*.md", "LICENSE*", "holdfast_export.json", "holdfast.yaml",
 )  # fmt: skip
 """What an export may publish, by name; never samples, logs, pickles or code."""
 _ABOUT = "holdfast_export.json"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
-@dataclass(frozen=True)
-class OutgoingFiles:
-    """A file that is uploaded."""
-
-    content: Path | bytes
-    size: int
-    sha256: str
-    git_blob: str
-    """The SHA-1 by which git names it."""
-
-
-def push(export: Path, repository: str, *, public: bool, overwrite: bool) -> Iterator[str]:
-    """Upload an export, and yield what was done, line by line.
-
-    Args:
-        export: Its directory.
-        repository: `owner/name` on the hub.
-        public: Whether a new repository is public, and one that is public may be written.
-        overwrite: Whether files there that have other contents are replaced.
-
-    Raises:
-        UserError: It is not an export, or was changed; nobody is logged in; or the hub or the rules above refuse.
-        RunStopped: What arrived is not what was sent.
-    """
+def push(
+    export: Annotated[
+        Path,
+        typer.Argument(
+            metavar="EXPORT",
+            help="The directory of an exported model.",
+            callback=takes(PathKind.EXPORT, PathKind.ADAPTER),
+        ),
+    ],
+    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="On the hub; made if it is not there.")],
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; default: private.")] = False,  # noqa: FBT002 - typer's way
+    overwrite: Annotated[  # noqa: FBT002 - typer's way
+        bool, typer.Option("--overwrite", help="Replace files that the repository has with other contents.")
+    ] = False,
+) -> None:
+    """Upload an exported model to the Hugging Face hub, privately, and verify what arrived."""
     if not _REPOSITORY.fullmatch(repository):
         raise UserError(f"{repository} is not the name of a repository. Give OWNER/NAME, for example me/my-model.")
     title = _check_export(export)
-    files, left_out = outgoing_files(export)
+    contents, left_out = outgoing_files(export)
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
     if get_token() is None:
@@ -72,38 +61,41 @@ def push(export: Path, repository: str, *, public: bool, overwrite: bool) -> Ite
     api = HfApi(library_name="holdfast")
     with _hub_errors(repository):
         remote_files, head = _what_is_there(api, repository, public=public)
+        files = {name: CommitOperationAdd(name, content) for name, content in contents.items()}
         new = {name: file for name, file in files.items() if not _is_same(file, remote_files.get(name))}
-        _refuse_overwriting(repository, [name for name in new if name in remote_files], overwrite=overwrite)
-        yield f"{export}: {title}, every byte of its weights as it was exported"
+        changed = [name for name in new if name in remote_files]
+        if changed and not overwrite:
+            raise UserError(
+                f"{repository} has other contents under {len(changed)} of the names: {', '.join(changed[:6])}. Nothing "
+                "was sent. Give --overwrite to replace them (its history keeps them), or name another repository."
+            )
+        typer.echo(f"{export}: {title}, every byte of its weights as it was exported")
         if left_out:
-            yield f"left out, since only a model's own files are published: {', '.join(map(escaped, left_out))}"
+            names = ", ".join(map(escaped, left_out))
+            typer.echo(f"left out, since only a model's own files are published: {names}")
         if not new:
-            yield f"{repository} has all {len(files)} files already"
+            typer.echo(f"{repository} has all {len(files)} files already")
             return
         if head is None:
             api.create_repo(repository, private=not public, exist_ok=False)
-            yield f"{repository} is made, {'public' if public else 'private'}"
-        additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=_content(new[name])) for name in new]
-        commit = api.create_commit(repository, additions, commit_message=f"Export of {title}", parent_commit=head)
-        yield f"{len(new)} files, {size_words(sum(file.size for file in new.values()))}, are commit {commit.oid[:12]}"
+            typer.echo(f"{repository} is made, {'public' if public else 'private'}")
+        # `upload_folder` would make several commits of large files, and compare the parent of the first one alone.
+        commit = api.create_commit(repository, new.values(), commit_message=f"Export of {title}", parent_commit=head)
+        size = size_words(sum(file.upload_info.size for file in new.values()))
+        typer.echo(f"{len(new)} files, {size}, are commit {commit.oid[:12]}")
         remote_files, _ = _what_is_there(api, repository, public=public, revision=commit.oid)
-    _check_arrived(repository, commit.oid, files, remote_files)
-    yield f"verified: the hub's hashes of all {len(files)} files are ours. {commit.commit_url}"
-
-
-def _check_arrived(
-    repository: str, commit: str, files: Mapping[str, OutgoingFiles], remote_files: Mapping[str, Any]
-) -> None:
     wrong = [name for name, file in files.items() if not _is_same(file, remote_files.get(name))]
     if wrong:
         raise RunStopped(
             f"{repository} does not hold what was sent: {', '.join(wrong)} differ by size or hash at commit "
-            f"{commit[:12]}. Push again with --overwrite, and do not load what is there."
+            f"{commit.oid[:12]}. Push again with --overwrite, and do not load what is there."
         )
+    typer.echo(f"verified: the hub's hashes of all {len(files)} files are ours. {commit.commit_url}")
 
 
 def _check_export(export: Path) -> str:
     from holdfast.checkpoint.export.about import check_weights, read_about
+    from holdfast.models.files.places import local_directory
 
     if not export.exists():
         local_directory(str(export), Path.cwd())  # says whose export it would be
@@ -116,47 +108,30 @@ def _check_export(export: Path) -> str:
     return exported.words
 
 
-def outgoing_files(export: Path) -> tuple[dict[str, OutgoingFiles], list[str]]:
-    """Return what of an export is uploaded, by name, and the names of what stays.
+def outgoing_files(export: Path) -> tuple[dict[str, str | bytes], list[str]]:
+    """Return what of an export is uploaded, paths or contents by name, and the names of what stays.
 
     The configuration goes without what could be secret, and so does what the export says of its parent.
     """
-    names = sorted(path.name for path in export.iterdir() if path.is_file() and not path.is_symlink())
-    allowed = [name for name in names if any(fnmatch(name, pattern) for pattern in _ALLOWED)]
-    left_out = sorted(path.name for path in export.iterdir() if path.name not in allowed)
-    files: dict[str, OutgoingFiles] = {}
-    for name in allowed:
-        match name:
-            case "holdfast.yaml":
-                files[name] = _outgoing(to_yaml(public_configuration(parse_file(export / name).values)).encode())
-            case "holdfast_export.json":
-                values = read_json(export / name)
-                parent = values.get("parent")
-                if isinstance(parent, dict):
-                    texts = {key: public_text(value) for key, value in parent.items() if isinstance(value, str)}
-                    values["parent"] = parent | texts
-                files[name] = _outgoing((json.dumps(values, indent=2, sort_keys=True) + "\n").encode())
-            case _:
-                files[name] = _outgoing(export / name)
-    return files, left_out
+    from holdfast.config.load import EXPORTED_CONFIG
+    from holdfast.config.public import public_configuration, public_text
+    from holdfast.config.yaml12 import parse_file, to_yaml
 
-
-def _outgoing(content: Path | bytes) -> OutgoingFiles:
-    size = content.stat().st_size if isinstance(content, Path) else len(content)
-    sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-    if isinstance(content, Path):
-        with content.open("rb") as file:
-            while block := file.read(1 << 20):
-                sha256.update(block)
-                blob.update(block)
-    else:
-        sha256.update(content)
-        blob.update(content)
-    return OutgoingFiles(content, size, sha256.hexdigest(), blob.hexdigest())
-
-
-def _content(file: OutgoingFiles) -> str | bytes:
-    return str(file.content) if isinstance(file.content, Path) else file.content
+    files: dict[str, str | bytes] = {
+        path.name: str(path)
+        for path in sorted(export.iterdir())
+        if path.is_file() and not path.is_symlink() and any(fnmatch(path.name, pattern) for pattern in _ALLOWED)
+    }
+    if EXPORTED_CONFIG in files:
+        values = parse_file(export / EXPORTED_CONFIG).values
+        files[EXPORTED_CONFIG] = to_yaml(public_configuration(values)).encode()
+    if _ABOUT in files:
+        about = read_json(export / _ABOUT)
+        if isinstance(parent := about.get("parent"), dict):
+            public = {key: public_text(value) for key, value in parent.items() if isinstance(value, str)}
+            about["parent"] = parent | public
+        files[_ABOUT] = (json.dumps(about, indent=2, sort_keys=True) + "\n").encode()
+    return files, sorted(path.name for path in export.iterdir() if path.name not in files)
 
 
 def _what_is_there(
@@ -178,19 +153,16 @@ def _what_is_there(
     return {sibling.rfilename: sibling for sibling in info.siblings or ()}, info.sha
 
 
-def _is_same(file: OutgoingFiles, remote: Any) -> bool:
-    if remote is None or remote.size != file.size:
+def _is_same(file: Any, remote: Any) -> bool:
+    """Return whether the hub holds a file, by its size and the hash that the hub computed."""
+    from huggingface_hub.utils.sha import git_hash
+
+    if remote is None or remote.size != file.upload_info.size:
         return False
-    lfs = remote.lfs
-    return bool(lfs.sha256 == file.sha256 if lfs is not None else remote.blob_id == file.git_blob)
-
-
-def _refuse_overwriting(repository: str, changed: list[str], *, overwrite: bool) -> None:
-    if changed and not overwrite:
-        raise UserError(
-            f"{repository} has other contents under {len(changed)} of the names: {', '.join(changed[:6])}. Nothing was "
-            "sent. Give --overwrite to replace them (its history keeps them), or name another repository."
-        )
+    if remote.lfs is not None:
+        return bool(remote.lfs.sha256 == file.upload_info.sha256.hex())
+    with file.as_file() as content:
+        return bool(remote.blob_id == git_hash(content.read()))
 
 
 @contextmanager
