@@ -118,9 +118,11 @@ def test_what_is_not_yaml_is_named_with_its_line(text: str, place: str, said: Sa
     assert str(raised.value).startswith(f"{place}: ")
 
 
-@pytest.mark.parametrize("value", ["!!python/object/apply:os.system [exit]", "!!python/name:os.system x", "!!set {a}"])
+@pytest.mark.parametrize(
+    "value", ["!!python/object/apply:os.system [exit]", "!!python/name:os.system x", "!!set {a}", "!!timestamp x"]
+)
 def test_a_tag_that_could_make_more_than_plain_values_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"f.yaml:1: .*'tag:yaml.org,2002:(python|set)"):
+    with pytest.raises(ConfigError, match=r"f.yaml:1: .*'tag:yaml.org,2002:(python|set|timestamp)"):
         parse_text(f"a: {value}", "f.yaml")
 
 

@@ -76,6 +76,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
         strict=False,
         serialize_by_alias=True,
+        ser_json_inf_nan="constants",  # in free mappings, which YAML writes as .inf and .nan
     )
 
     removed: ClassVar[Mapping[str, str]] = {}

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from holdfast.config.base import Declared, is_left_out, keys_of
+from holdfast.config.earlier import todays_form
 from holdfast.config.mistakes import explain
 from holdfast.config.tree import KeyType, dotted, marks_of, section_at, takes_null
 from holdfast.config.yaml12 import Document, KeyPath, Place, parse_file, parse_value
@@ -110,6 +111,7 @@ def check_draft(draft: Draft, root: type[Root]) -> Root:
         ConfigError: One line for each mistake.
     """
     document = draft.document
+    document.values = todays_form(document.values)
     missed = [*_missed(document, root)]
     mistakes = [*document.twice, *((document.place(path), f"{dotted(path)}: {_UNKNOWN}") for path in missed)]
     config: Root | None = None

@@ -49,11 +49,17 @@ def explain(
     for item in error.errors(include_url=False):
         grouped.setdefault(key_path(root, item["loc"], document.values), []).append(item)
     return [
-        (document.place(key), f"{dotted(key)}: {text}")
+        (_place(key, items, document), f"{dotted(key)}: {text}")
         for path, items in grouped.items()
         for key, text in _described(path, items, document, root)
         if not any(key[: len(marked)] == marked for marked in missed)
     ]
+
+
+def _place(key: KeyPath, items: Sequence[Any], document: Document) -> Place:
+    """Return the place of a mistake; that of a kind that does not exist is where the kind is written."""
+    kind = (*key, "kind")
+    return document.place(kind if items[0]["type"] == "union_tag_invalid" and kind in document.places else key)
 
 
 def _described(
@@ -82,7 +88,8 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
         case "value_error":
             return str(first["ctx"]["error"])
         case "too_short":
-            return "this list is empty; name at least one"
+            least = first["ctx"]["min_length"]
+            return f"this list has {first['ctx']['actual_length']} items, and needs at least {least}"
         case "model_type" | "model_attributes_type" | "dict_type" if first["input"] is None:
             remedy = example(path, document.values, root) or "; remove it, or give it keys"
             return f"this section is empty{remedy} ({{}} is a section with its defaults)"
@@ -91,7 +98,10 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
         case "model_type" | "model_attributes_type" | "dict_type":
             text = f"this is a section with keys of its own, not the value {shortened(repr(first['input']), 60)}"
             return text + written_as_section(path, first["input"], document.values, root)
-    expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
+    expected = [
+        _WANTED.get(item["type"], str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be "))
+        for item in items
+    ]
     return f"{shortened(repr(items[0]['input']), 60)} should be {' or '.join(dict.fromkeys(expected))}"
 
 
@@ -127,7 +137,7 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
     if elsewhere and not _close(name, siblings, 0.85):
         return f"unknown key here; it belongs elsewhere: did you mean {' or '.join(elsewhere[:3])}?"
     by_last_word = {dotted.split(".")[-1]: dotted for dotted in sorted(everywhere, key=lambda key: "*" not in key)}
-    close = _close(name, siblings, 0.7) or by_last_word.get(_close(name, list(by_last_word), 0.8) or "")
+    close = _close(name, siblings) or by_last_word.get(_close(name, list(by_last_word), 0.8) or "")
     return f"unknown key; did you mean {close}?" if close else f"unknown key; this section has {', '.join(siblings)}"
 
 
@@ -143,12 +153,15 @@ def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
 
 
 def _no_such_kind(kind: str, kinds: Sequence[str]) -> str:
-    close = _close(kind, kinds, 0.6)
+    close = _close(kind, kinds)
     meant = f" Did you mean {close}?" if close else ""
     return f"there is no kind {kind!r}.{meant} Kinds: {', '.join(kinds)}"
 
 
-def _close(typed: str, candidates: Sequence[str], cutoff: float) -> str | None:
+def _close(typed: str, candidates: Sequence[str], cutoff: float = 0.75) -> str | None:
+    exchanged = [name for name in candidates if sorted(name) == sorted(typed)]
+    if exchanged:
+        return exchanged[0]
     return next(iter(difflib.get_close_matches(typed, candidates, n=1, cutoff=cutoff)), None)
 
 

@@ -62,13 +62,6 @@ class PathKind(Enum):
         "{path} OWNER/NAME` publishes them.",
         ("adapter_config.json",),
     )
-    CHECKPOINTS = _Row(
-        "a run's directory of checkpoints",
-        "`holdfast checkpoint ls {path}` lists them, and `holdfast checkpoint export {path} -o DIR` makes a model of "
-        "the newest.",
-        ("step-*/manifest.json",),
-    )
-    RUNS = _Row("a directory of runs", "`holdfast runs ls {path}` lists them.", ("*/config.resolved.yaml",))
     ROWS = _Row(
         "a data set",
         "data.path={path} reads its rows, and `holdfast init --model MODEL --data {path}` writes the file of such a "
@@ -76,6 +69,13 @@ class PathKind(Enum):
         _ROWS,
         _ROWS,
     )
+    CHECKPOINTS = _Row(
+        "a run's directory of checkpoints",
+        "`holdfast checkpoint ls {path}` lists them, and `holdfast checkpoint export {path} -o DIR` makes a model of "
+        "the newest.",
+        ("step-*/manifest.json",),
+    )
+    RUNS = _Row("a directory of runs", "`holdfast runs ls {path}` lists them.", ("*/config.resolved.yaml",))
     WEIGHTS = _Row(
         "a file of weights",
         "`holdfast checkpoint check {path}` looks at it; a run begins with its directory: model.path={parent}.",

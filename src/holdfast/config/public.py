@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from holdfast.config.base import LEFT_OUT, Declared, is_left_out, keys_of
+from holdfast.config.earlier import todays_form
 from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS, verb_of
 from holdfast.text.escaping import escaped
@@ -48,7 +49,9 @@ def public_configuration(values: Any, form: Form | None = None) -> Any:
         values: The tree.
         form: Default: NAMES.
     """
-    return public_section(ROOTS[verb_of(values)], values, form) if isinstance(values, Mapping) else {}
+    if not isinstance(values, Mapping):
+        return {}
+    return public_section(ROOTS[verb_of(values)], todays_form(values), form)
 
 
 def public_section(section: type[BaseModel], values: Any, form: Form | None = None) -> Any:

@@ -24,10 +24,14 @@ MOST_NODES = 10_000
 """Keys and items of a document, an alias counted with all it stands for; runs have some hundreds."""
 MOST_LEVELS = 100
 """Lists and mappings inside each other."""
-MOST_CHARACTERS = 2**17
+_MOST_BYTES = 2**21
 _MOST_DIGITS = 1_000
 
 
+_TOO_MANY = (
+    f"this is more than {MOST_NODES:,} keys and values, each alias (*name) counted with all it stands for. Write the "
+    "values out, or move a long list into a file of its own"
+)
 _TOO_DEEP = (
     f"lists and mappings are nested more than {MOST_LEVELS} deep. Look for brackets that nobody closes, or for an "
     "anchor (&name) that holds itself (*name)"
@@ -41,11 +45,13 @@ class _TooMuch(yaml.MarkedYAMLError):
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the core schema of YAML 1.2, and `_` between digits."""
 
-    levels = 0
+    levels = nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose a node and what is below it; the time per bracket grows with the brackets that are open."""
-        self.levels += 1
+        self.levels, self.nodes = self.levels + 1, self.nodes + 1
+        if self.nodes > 2 * MOST_NODES:
+            raise _TooMuch(problem=_TOO_MANY, problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]  # the stubs lack it
         if self.levels > MOST_LEVELS:
             raise _TooMuch(problem=_TOO_DEEP, problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]  # the stubs lack it
         node: yaml.Node | None = super().compose_node(parent, index)
@@ -153,7 +159,7 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document) 
                 _note((*path, index), item, document)
                 items.append(_build(loader, item, (*path, index), document))
             return items
-        case yaml.ScalarNode():
+        case yaml.ScalarNode() if node.tag.removeprefix(_TAG) in {*_SCALARS, "str"}:
             try:
                 return loader.construct_object(node)
             except ValueError as error:  # `!!int x`
@@ -167,11 +173,7 @@ def _note(path: KeyPath, node: yaml.Node, document: Document) -> None:
     if len(path) > MOST_LEVELS:
         raise _TooMuch(None, None, _TOO_DEEP, node.start_mark)
     if len(document.places) > MOST_NODES:
-        problem = (
-            f"this is more than {MOST_NODES:,} keys and values, each alias (*name) counted with all it stands for. "
-            "Write the values out, or move a long list into a file of its own"
-        )
-        raise _TooMuch(None, None, problem, node.start_mark)
+        raise _TooMuch(None, None, _TOO_MANY, node.start_mark)
 
 
 def _twice(path: KeyPath, node: yaml.Node, document: Document) -> tuple[Place, str]:
@@ -194,9 +196,6 @@ def _parsed(text: str, document: Document) -> Any:
     Raises:
         yaml.YAMLError: The text is not YAML, or is too large.
     """
-    if len(text) > MOST_CHARACTERS:
-        problem = f"this is more than {MOST_CHARACTERS:,} characters. Move long lists into files of their own"
-        raise _TooMuch(problem=problem)
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -236,7 +235,7 @@ def parse_file(path: Path) -> Document:
         ConfigError: The file cannot be read or parsed.
     """
     try:
-        text = read_text(path, 4 * MOST_CHARACTERS)
+        text = read_text(path, _MOST_BYTES)
     except FileNotFoundError as error:
         raise ConfigError(f"There is no file {path}. Give the path of a run's YAML file.") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -355,7 +355,13 @@ OptimConfig = Annotated[
 class CriticOptimConfig(_Rates):
     """AdamW or SGD for a critic; what has no key here is as in `optim` by default."""
 
-    removed: ClassVar[Mapping[str, str]] = {"ema": "nothing evaluates or exports averages of a critic; leave it out"}
+    removed: ClassVar[Mapping[str, str]] = {
+        "ema": "nothing evaluates or exports averages of a critic; leave it out",
+        **dict.fromkeys(
+            ("eps", "no_decay", "max_nonfinite_steps", "momentum", "dampening", "nesterov", "compile"),
+            "a critic has the default of optim; leave it out",
+        ),
+    }
     kind: Literal["adamw", "adamw_bf16", "adamw_8bit", "adamw_4bit", "adamw_fp8", "sgd"] = "adamw"
     """As in `optim.kind`."""
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)

@@ -10,18 +10,18 @@ from pydantic import Field
 from holdfast.config.base import ByKind, Mistake, Pattern, PositiveInt, Section
 
 
-class NoRecompute(Section):
-    """Keep all activations."""
-
-    kind: Literal["none"] = "none"
-
-
 class _Recompute(Section):
     removed: ClassVar[Mapping[str, str]] = {
         "use_reentrant": "the non-reentrant form is always used. The reentrant one loses gradients without a word: it "
         "hides a cache that recomputation fills a second time (key and value weights get zero gradients) and cuts the "
         "router loss of experts off. Remove the key"
     }
+
+
+class NoRecompute(_Recompute):
+    """Keep all activations."""
+
+    kind: Literal["none"] = "none"
 
 
 class FullRecompute(_Recompute):

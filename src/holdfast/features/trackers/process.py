@@ -24,6 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.earlier import todays_form
 from holdfast.config.sections.metrics import MetricsConfig, UserTrackerConfig
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
@@ -140,7 +141,8 @@ def is_complete(directory: Path, cursor: Path) -> bool:
 
 def open_backend(directory: Path, label: str, base: Path) -> tuple[Backend, set[str]]:
     """Return the tracker of a run that has the label, and what it may be sent."""
-    section = MetricsConfig.model_validate(parse_file(directory / "config.resolved.yaml").values["metrics"])
+    values = todays_form(parse_file(directory / "config.resolved.yaml").values)
+    section = MetricsConfig.model_validate(values["metrics"])
     matching = [tracker for tracker in section.sinks if tracker.label == label]
     if not matching:
         raise ConfigError(f"{directory} has no tracker {label}. metrics.sinks of its configuration names them.")

@@ -32,7 +32,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.text.shortening import shortened
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
-from holdfast.training.saving.differences import changed_fingerprints, is_gone
+from holdfast.training.saving.differences import changed_fingerprints, has_default, is_gone
 from holdfast.training.saving.parents import recordable
 
 MOVES_NUMBERS = (
@@ -250,7 +250,9 @@ def _changed(run: Run, saved_settings: Mapping[str, Any]) -> list[str]:
     changes = [
         f"{key} {saved_settings.get(key)} -> {settings.get(key)}"
         for key in sorted({*saved_settings, *settings} - {*gone})
-        if key.startswith(MOVES_NUMBERS) and saved_settings.get(key) != settings.get(key)
+        if key.startswith(MOVES_NUMBERS)
+        and saved_settings.get(key) != settings.get(key)
+        and (key in saved_settings or not has_default(config, key, settings[key]))
     ]
     lines = [f"changed since the checkpoint: {', '.join(changes)}; the new values hold from here on"] if changes else []
     return lines + ([f"keys of the checkpoint that are gone, and ignored: {', '.join(gone)}"] if gone else [])
