@@ -265,6 +265,15 @@ def test_lines_fit_into_100_columns_and_the_last_active_run_comes_first(ended: P
     assert all("failed: 語" in line for line in lines)
 
 
+def test_wide_columns_leave_the_state_its_place() -> None:
+    best = {"metric": "eval/validation/completions/accuracy", "value": 0.123456}
+    run = {"name": "a" * 40, "verb": "distill", "step": 123456, "checkpoint": 123456, "best": best}
+
+    lines = runs_table([run | {"state": "stopped", "why": "Ctrl-C"}, run | {"best": None, "state": "done", "why": ""}])
+
+    assert [line.split()[-1] for line in lines] == ["Ctrl-C", "done"]
+
+
 def test_the_last_step_counts_behind_a_rewind_a_torn_line_and_much_else(ended: Path) -> None:
     file = ended / "metrics.jsonl"
     much = "".join(json.dumps({"step": step, "x": "y" * 99}) + "\n" for step in range(3, 9000))

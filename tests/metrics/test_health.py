@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -212,3 +213,13 @@ def test_a_straggler_is_named() -> None:
     _, (text,) = sounded(compared((3, 2.0), (3, 2.5)))
 
     assert text.startswith("rank 3 works 2.5 times as long as the rank in the middle")
+
+
+@pytest.mark.parametrize("alarm", ["loss", "grad_norm", "kl"])
+def test_steps_without_a_number_are_no_usual_value(alarm: str) -> None:
+    health = Health()
+    nan = {alarm: math.nan, "mean_token_accuracy": 0.5}
+
+    alarms = [health.see(step, nan) for step in range(12)] + [health.see(12, nan | {alarm: 1.0})]
+
+    assert not any(alarms)

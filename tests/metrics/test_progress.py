@@ -25,9 +25,20 @@ SIZES = {"loss": 13, "accuracy": 16, "lr": 13, "norm": 12}
     ],
 )
 def test_parts_drop_out_by_rank_and_none_is_cut(width: int, has_end: bool, parts: str) -> None:
-    fitting = fitting_parts(SIZES, width - len("step  12/200"), has_end=has_end)
+    times = {"elapsed": len("0:00:00")} | ({"left": len("0:00:00")} if has_end else {})
+
+    fitting = fitting_parts(SIZES, width - len("step  12/200"), times)
 
     assert fitting - {"numbers"} == set(parts.split())
+
+
+@pytest.mark.parametrize(
+    ("width", "parts"), [(55, "loss left"), (56, "loss left accuracy"), (92, "loss left accuracy bar lr")]
+)
+def test_long_times_leave_room_for_fewer_parts(width: int, parts: str) -> None:
+    times = {"elapsed": len("1 day, 6:00:02"), "left": len("380:05:00")}
+
+    assert fitting_parts(SIZES, width - len("step  12/200"), times) - {"numbers"} == set(parts.split())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from holdfast.files import append_text
+from holdfast.files import append_text, read_end
 from holdfast.parallel.failure.reports import Failure, read_note, report_file, reports_in, write_note
 
 
@@ -119,6 +119,15 @@ class LaunchDirectory:
         if (self._run_directory / "run.json").exists():
             with contextlib.suppress(OSError):  # a full disk: the launcher still says it on the terminal
                 append_text(self._run_directory / "events.jsonl", json.dumps(values) + "\n")
+
+    def has_stopped(self) -> bool:
+        """Return whether the ranks recorded that they stopped, since they started for the last time."""
+        for line in reversed(read_end(self._run_directory / "events.jsonl", 1 << 16).splitlines()):
+            with contextlib.suppress(ValueError, AttributeError):
+                event = json.loads(line).get("event")
+                if event in {"start", "stop"}:
+                    return bool(event == "stop")
+        return False
 
 
 def _remove_if_abandoned(path: Path) -> None:

@@ -113,7 +113,7 @@ def _note(ending: _Ending, directory: LaunchDirectory, stops: StopSignals) -> No
     """Record in events.jsonl how an attempt that had begun to train ended, unless its ranks have recorded it."""
     if ending.step is None:
         return
-    if ending.verdict is Verdict.STOPPED and stops.now:
+    if ending.verdict is Verdict.STOPPED and stops.now and not directory.has_stopped():
         directory.note_ending("stop", ending.step, "stopped at once, without a save")
     elif ending.verdict in {Verdict.DIED, Verdict.REFUSED}:
         reported = [report for report in directory.reports() if report.kind in {"error", "user"}]

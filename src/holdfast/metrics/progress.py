@@ -233,7 +233,10 @@ class Bar(ProgressDisplay):
         self._widths |= {name: max(self._widths.get(name, 0), len(text)) for name, text in numbers.items()}
         sizes = {name: 2 + self._widths[name] for name in self._ranks if name in numbers}
         step_text = f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
-        fitting = fitting_parts(sizes, self._progress.console.width - len(step_text), has_end=bool(total))
+        times = {"elapsed": len(str(timedelta(seconds=int(self._task.elapsed or 0))))}
+        if total:
+            times["left"] = len(_duration(self._task.time_remaining or 0))
+        fitting = fitting_parts(sizes, self._progress.console.width - len(step_text), times)
         self._progress.columns = tuple(
             column for part, columns in self._parts.items() if part in {"step", *fitting} for column in columns
         )
@@ -242,7 +245,7 @@ class Bar(ProgressDisplay):
 
     def say(self, text: str) -> None:
         """Print above the bar."""
-        self._progress.console.print(text, highlight=False, markup=False)
+        self._progress.console.print(text, highlight=False, markup=False, emoji=False)
 
     def close(self) -> None:
         """Stop redrawing."""
@@ -250,10 +253,15 @@ class Bar(ProgressDisplay):
 
 
 _SHORTEST_BAR, _LONGEST_BAR = 8, 24
-_TIME = len("0:00:00")
 
 
-def fitting_parts(numbers: Mapping[str, int], room: int, *, has_end: bool) -> set[str]:
+def _duration(seconds: float) -> str:
+    """Return a time left as rich writes it."""
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+def fitting_parts(numbers: Mapping[str, int], room: int, times: Mapping[str, int]) -> set[str]:
     """Return the parts of a line that fit beside the step: `bar`, `left`, `elapsed` and names of numbers.
 
     They come by rank: the first number, the time left, the second number, the bar, the third number, the time since the
@@ -262,12 +270,13 @@ def fitting_parts(numbers: Mapping[str, int], room: int, *, has_end: bool) -> se
     Args:
         numbers: The columns of each with the blanks before it, the most important first.
         room: Columns.
-        has_end: Whether the number of steps is known: there is a bar, and a time left.
+        times: The columns of the time since the start, `elapsed`, and of the time `left`, if the number of steps is
+            known: then there is a bar, too.
     """
     ranked = list(numbers.items())
-    left = [("left", len(" left ") + _TIME)] if has_end else []
-    bar = [("bar", 1 + _SHORTEST_BAR)] if has_end else []
-    sizes = [*ranked[:1], *left, *ranked[1:2], *bar, *ranked[2:3], ("elapsed", 1 + _TIME), *ranked[3:]]
+    left = [("left", len(" left ") + times["left"])] if "left" in times else []
+    bar = [("bar", 1 + _SHORTEST_BAR)] if "left" in times else []
+    sizes = [*ranked[:1], *left, *ranked[1:2], *bar, *ranked[2:3], ("elapsed", 1 + times["elapsed"]), *ranked[3:]]
     ends = accumulate(size for _, size in sizes)
     fitting = {name for (name, _), end in zip(sizes, ends, strict=True) if end <= room}
     return fitting | {"numbers"} if fitting & numbers.keys() else fitting

@@ -290,8 +290,8 @@ class Journal:
         reason = f"{failure.type}: {error}".strip().partition("\n")[0]
         with suppress(OSError):  # it may be this disk that is full; the error says so
             self._write_last()
-            if channel.directory is None and channel.broken_by_peer(error):
-                return  # another rank is the cause, of which `_heard` hears
+            if channel.broken_by_peer(error):
+                return  # another rank is the cause, of which `_heard` or the launcher hears
             self.event(
                 "failed", reason=reason, time=time.time(), rank=failure.rank, host=failure.host, phase=failure.phase
             )

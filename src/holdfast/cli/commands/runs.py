@@ -25,6 +25,8 @@ from holdfast.training.directory import CHECKPOINTS, EVENTS, IDENTITY
 from holdfast.training.run_state import json_lines, newest_lease, state_of
 
 WIDTH = 100
+_LEAST_STATE = 24
+"""Cells that the state and its reason have, if they need so many."""
 _TAIL_BYTES = 1 << 18
 _ABOUT = "holdfast_export.json"
 """As `checkpoint.export.about` and `training.saving.exports` name them; these import torch."""
@@ -74,14 +76,19 @@ def runs_table(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 def _grid(rows: Sequence[Sequence[str]], widest: Sequence[int]) -> list[str]:
     """Return the lines of a table whose columns are as wide as their texts; the last one gives way to the others."""
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     used = [number for number in range(len(widest)) if any(row[number] for row in rows)]
+    cells = {number: min(widest[number], max(cell_len(row[number]) for row in rows)) for number in used}
+    others = used[:-1]
+    while others and sum(cells[number] + 2 for number in others) + min(cells[used[-1]], _LEAST_STATE) > WIDTH:
+        cells[max(others, key=cells.__getitem__)] -= 1  # rich would take all from the last one
     for number in used:
-        table.add_column(no_wrap=number != used[-1], max_width=widest[number])
+        table.add_column(no_wrap=number != used[-1], max_width=cells[number])
     for row in rows:
         table.add_row(*(Text(row[number], no_wrap=True, overflow="ellipsis") for number in used))
     console = Console(width=WIDTH, color_system=None, highlight=False)

@@ -193,7 +193,13 @@ class FailureChannel:
     def _silent(self, silence: Silence, message: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(f"warning: {message}", file=sys.stderr, flush=True)
-        self._pass_on("silent", replace(silence.failure(), message=message))
+        self._pass_on_in_time("silent", replace(silence.failure(), message=message))
+
+    def _pass_on_in_time(self, event: str, failure: Failure) -> None:
+        """Pass an event on without waiting long: a listener writes a file, perhaps to the machine that was lost."""
+        thread = threading.Thread(target=self._pass_on, args=(event, failure), daemon=True)
+        thread.start()
+        thread.join(patience.current.failure_exit_seconds / 5)
 
     def _pass_on(self, event: str, failure: Failure) -> None:
         silent = self._heartbeat.sightings.silent_for(time.monotonic())
@@ -321,7 +327,7 @@ class FailureChannel:
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
         if self.directory is None:
-            self._pass_on("failed", failure)
+            self._pass_on_in_time("failed", failure)
         # The main thread may be blocked inside a collective, where no Python exception can reach it and sys.exit would
         # wait.
         os._exit(RankFailed.exit_code)
