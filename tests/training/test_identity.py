@@ -328,3 +328,15 @@ def test_a_file_that_a_run_no_longer_names_is_a_difference(tmp_path: Path) -> No
     assert changed_fingerprints({"files": before}, {"files": {}}, run()) == {
         "files": ["data.chat_template written in place"]
     }
+
+
+def test_rules_of_mathematics_that_changed_are_a_difference() -> None:
+    config = from_mapping({**GRPO, "reward": "math"}, GRPOConfig)
+    now = _loss(config)
+    before = {name: value for name, value in now.items() if name != "rules of kind math"}
+
+    assert changed_fingerprints({"objective": before}, {"objective": now}, config) == {
+        "objective": ["rules of kind math"]
+    }
+    assert changed_fingerprints({"objective": now}, {"objective": now}, config) == {}
+    assert "rules of kind math" not in _loss(from_mapping(GRPO, GRPOConfig))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.mesh import World
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import length_metrics, mismatch_spread, of_several_updates
 from holdfast.types import Finish
@@ -47,15 +53,54 @@ def test_the_least_and_the_most_clipped_update_of_a_step_are_told() -> None:
     assert of_several_updates([{"loss": 1.0}], [{"loss": (3.0, 2.0)}]) == {"loss": 1.5}
 
 
-def test_quantiles_and_the_largest_difference_are_those_of_all_tokens() -> None:
-    log_ratios = np.random.default_rng(3).normal(0, 0.1, 1001).astype(np.float32)
-    log_ratios[17] = -2.5
+def spread(world: World, log_ratios: NDArray[np.float32], counts: list[int]) -> dict[str, float]:
+    """Return what ranks tell together that have so many of the numbers each; runs on every rank."""
+    ranks = RankGroup()
+    start = sum(counts[: world.rank])
+    try:
+        return mismatch_spread(log_ratios[start : start + counts[world.rank]], ranks)
+    finally:
+        ranks.close()
 
-    metrics = mismatch_spread(log_ratios)
 
-    ordered = np.sort(np.exp(log_ratios.astype(np.float64)))
-    assert metrics["sampling/sampling_logp_difference/max"] == 2.5
-    assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(np.exp(-2.5))
-    assert metrics["sampling/importance_sampling_ratio/median"] == pytest.approx(ordered[500])
-    assert metrics["sampling/importance_sampling_ratio/p99"] == pytest.approx(ordered[990])
-    assert mismatch_spread(np.zeros(0, np.float32)) == {}
+def log_ratios_of_kind(kind: str) -> NDArray[np.float32]:
+    generator = np.random.default_rng(3)
+    match kind:
+        case "near 1":
+            return generator.normal(0, 1e-4, 1001).astype(np.float32)
+        case "far":
+            return np.concatenate([generator.normal(-0.3, 0.5, 1000), [-30.0]]).astype(np.float32)
+        case "above":
+            return generator.uniform(0.2, 0.4, 1001).astype(np.float32)
+        case _:
+            return np.zeros(1001, np.float32)
+
+
+@pytest.mark.parametrize("counts", [[1001], [3, 998], [0, 1001]], ids=str)
+@pytest.mark.parametrize("kind", ["near 1", "far", "above", "on-policy"])
+def test_quantiles_and_the_largest_difference_are_those_of_all_tokens(kind: str, counts: list[int], pools: Any) -> None:
+    log_ratios = log_ratios_of_kind(kind)
+
+    told = pools(len(counts)).run(spread, log_ratios, counts)
+
+    exact = log_ratios.astype(np.float64)
+    metrics = told[0]
+    ratios = {name.rpartition("/")[2]: math.log(value) for name, value in metrics.items() if "ratio/" in name}
+    assert all(of_rank == metrics for of_rank in told)
+    assert metrics["sampling/sampling_logp_difference/max"] == np.abs(exact).max()
+    assert (ratios["min"], ratios["max"]) == pytest.approx((exact.min(), exact.max()), rel=1e-9, abs=1e-12)
+    for name, share in {"p01": 0.01, "median": 0.5, "p99": 0.99}.items():
+        assert ratios[name] == pytest.approx(np.quantile(exact, share), rel=0.004, abs=1e-12)
+
+
+@pytest.mark.parametrize("numbers", [[0.25], [-0.5, 0.25], [-0.125, 0.0, 0.5, 0.25]])
+def test_quantiles_of_few_tokens_are_interpolated(numbers: list[float]) -> None:
+    metrics = mismatch_spread(np.array(numbers, np.float32), RankGroup())
+
+    expected = np.quantile(np.array(numbers), [0.01, 0.5, 0.99])
+    found = [metrics[f"sampling/importance_sampling_ratio/{name}"] for name in ("p01", "median", "p99")]
+    assert np.log(found) == pytest.approx(expected, abs=0.004 * np.abs(numbers).max())
+
+
+def test_a_step_in_which_nothing_was_sampled_tells_no_ratios(pools: Any) -> None:
+    assert pools(2).run(spread, np.zeros(0, np.float32), [0, 0]) == [{}, {}]

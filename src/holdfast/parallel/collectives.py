@@ -55,6 +55,29 @@ class RankGroup:
         dist.all_gather_object(items, item, group=self._group)
         return items
 
+    def gather_to_first(self, item: T) -> list[T]:
+        """Return every rank's item, by rank, on rank 0, and nothing on the others; all ranks call this together."""
+        if self._group is None:
+            return [item]
+        items: list[T] | None = [item] * self.size if self.rank == 0 else None
+        dist.gather_object(item, items, group=self._group)
+        return items or []
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the sum over ranks of a tensor on the CPU."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest over ranks of each element of a tensor on the CPU."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self._group is None:
+            return values
+        reduced = values.clone()
+        dist.all_reduce(reduced, operation, group=self._group)
+        return reduced
+
     def swap(self, outgoing: Sequence[T]) -> list[T]:
         """Send outgoing[r] to rank r and return what every rank sent here, by rank."""
         if self._group is None:

@@ -108,16 +108,17 @@ def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) 
     """Update the policy on every mini-batch, once or in several passes."""
     updates = mini_batches * run.config.updates.passes
     lines, sums, log_ratios = [], [], []
+    is_first_of_context = run.setting.ranks.rank % run.config.parallel.context == 0
     for number, mini_batch in enumerate(updates):
         ends_step = number == len(updates) - 1
         names = run.common.source_names
         result = train_step(run.trained, mini_batch, objective, source_names=names, ends_step=ends_step)
         lines.append(result.metrics)
         sums.append(result.sums)
-        if number < len(mini_batches):  # later passes have the same tokens
+        if number < len(mini_batches) and is_first_of_context:  # later passes have the same tokens
             log_ratios.append(log_ratios_of(mini_batch, result.logprobs))
-    everyone = run.setting.gather_once(np.concatenate(log_ratios))
-    return of_several_updates(lines, sums) | mismatch_spread(np.concatenate(everyone))
+    own = np.concatenate(log_ratios or [np.zeros(0, np.float32)])
+    return of_several_updates(lines, sums) | mismatch_spread(own, run.setting.ranks)
 
 
 def controlled_objective(run: PolicyRun) -> Objective:

@@ -119,8 +119,8 @@ def evaluate_completions(
     A completion is correct if its text, special tokens and outer white space left out, is the reference's.
 
     Returns:
-        Metrics over all ranks, and all ranks' completions by sample id (the same on every rank); None if a rank was
-        asked to stop meanwhile.
+        Metrics over all ranks, and on rank 0 all ranks' completions by sample id; None if a rank was asked to stop
+        meanwhile.
     """
     tokenizer = sharded.origin.tokenizer
     answers = {number: split_at_answer(example) for number, example in enumerate(examples)}
@@ -140,16 +140,13 @@ def evaluate_completions(
         own_answers.append(
             ComparedCompletion(examples[sampled.request_id].sample_id, prompt_text, text, expected, right, finished)
         )
-    answered = sorted(
-        (item for rank_answers in sharded.setting.ranks.gather(own_answers) for item in rank_answers),
-        key=lambda item: item.sample_id,
-    )
-    if not answered:
+    everyone = sharded.setting.ranks.gather_to_first(own_answers)
+    answered = sorted((item for rank_answers in everyone for item in rank_answers), key=lambda item: item.sample_id)
+    sums = [len(own_answers), sum(item.correct for item in own_answers), sum(item.finished for item in own_answers)]
+    count, correct, finished_count = sharded.setting.ranks.summed(torch.tensor(sums)).tolist()
+    if not count:
         return {}, []
-    return {
-        "completions/accuracy": float(np.mean([item.correct for item in answered])),
-        "completions/finished": float(np.mean([item.finished for item in answered])),
-    }, answered
+    return {"completions/accuracy": correct / count, "completions/finished": finished_count / count}, answered
 
 
 def _request(number: int, example: Example, size: int) -> Request:

@@ -23,7 +23,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.sections.preference import UserLossConfig
 from holdfast.config.sections.reference import sync_of
-from holdfast.config.sections.reward import ModelRewardConfig, UserRewardConfig
+from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
@@ -37,6 +37,7 @@ from holdfast.models.files.origin import files_fingerprint, locate, remember_fin
 from holdfast.models.files.vision import VIDEO_FILE
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.collectives import RankGroup
+from holdfast.rewards.functions.mathematics import MATH_RULES
 from holdfast.training.run import ConfiguredRun, Identity, Setting
 
 _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
@@ -162,6 +163,8 @@ def _loss_of_policy(config: GRPOConfig) -> dict[str, str]:
     loss["data.max_prompt_length"] = str(config.data.max_prompt_length)
     loss["rollout"] = _text(config.rollout, include=_SAMPLED_BY)
     loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
+    if any(isinstance(reward, MathConfig) for reward in config.reward):
+        loss["rules of kind math"] = MATH_RULES
     if config.environment is not None:
         # How many live at a time moves no number, as above; the other keys tell the kind.
         loss["environment"] = _text(config.environment, exclude={"instances", "kind"})

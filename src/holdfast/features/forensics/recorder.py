@@ -54,7 +54,7 @@ def record_path(directory: Path, step: int) -> Path:
 def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> None:
     """Write the step that was just made; all ranks call this together."""
     left_out = [group_line(group) | {"left_out": True} for group in rollout.left_out]
-    everyone = run.setting.ranks.gather([*(group_line(group) for group in rollout.groups), *left_out])
+    everyone = run.setting.ranks.gather_to_first([*(group_line(group) for group in rollout.groups), *left_out])
     if not run.setting.world.is_first:
         return
     lines = {line["prompt_id"]: line for rank_lines in everyone for line in rank_lines}

@@ -8,41 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast.rewards.base import CannotStart, Sample, describe_error
 from holdfast.rewards.functions.final_answers import (
     MarkedAnswer,
-    Quantity,
-    decimal_places,
+    PlainNumber,
     final_answer,
     is_too_deep,
-    last_side,
     marked_answer,
     plain_answer,
-    quantity,
+    plain_number,
     same_number,
+    told,
 )
 from holdfast.rewards.functions.rules import cell
 from holdfast.text.numbers import number_as_text
 
 _PIECE_OF_LATEX = re.compile(r"\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
-_NUMERAL = re.compile(r"([0-9A-Za-z]+)(?:_\{?([0-9]+)\}?)?")
 _GOLDS_KEPT = 1024
-
-
-class Gold(NamedTuple):
-    """What a gold answer says."""
-
-    text: str
-    number: Quantity | None
-    expressions: list[Any]
-    """As math-verify reads it; nothing for a number, which few answers are compared with by algebra."""
-    decimals: int
-    """Decimal places that are compared where a side is a decimal number."""
+MATH_RULES = "2"
+"""Version of what counts as the same answer, in the fingerprint of a run."""
 
 
 class MathReward:
@@ -91,81 +81,49 @@ class MathReward:
 
     def equal(self, gold: str, completion: str) -> bool | None:
         """Say whether the final answer of a text equals a gold one; None if the gold one cannot be read."""
-        right = self.read_gold(gold)
-        if right is None:
-            return None
-        answer = marked_answer(completion)
-        if answer is None:
-            return self._verify(right, self._parse(completion))
-        same = _same_text(right, answer)
-        return same if same is not None else self._verify(right, self._expressions(answer))
-
-    def _read_gold(self, gold: str) -> Gold | None:
         text = plain_answer(gold)
-        number = quantity(text)
-        if number is not None:
-            return Gold(text, number, [], decimal_places(number.value))
-        expressions = self._parse(_as_latex(text)) if text else []
-        return Gold(text, None, expressions, _places_of(expressions)) if expressions else None
+        right = plain_number(text)
+        if right is None and not self.read_gold(text)[0]:
+            return None
+        number, latex = _number_or_latex(marked_answer(completion), completion)
+        same = None if right is None or number is None else same_number(right, number)
+        if same is not None:
+            return same
+        readings = self._parse(latex)
+        expressions, places = self.read_gold(text if right is None else right.latex)
+        return bool(readings and self.verify(expressions, readings, float_rounding=places, timeout_seconds=None))
 
-    def _expressions(self, answer: MarkedAnswer) -> list[Any]:
-        """Return what math-verify reads in an answer: LaTeX, or in prose the last piece of LaTeX or number."""
-        text = plain_answer(answer.text)
-        number = quantity(text)
-        if number is not None:
-            text = number.latex
-        elif answer.is_prose and _PIECE_OF_LATEX.search(answer.text):
-            return self._parse(answer.text)
+    def _read_gold(self, text: str) -> tuple[list[Any], int]:
+        """Return what math-verify reads in a gold answer, and the decimal places to compare."""
         expressions = self._parse(_as_latex(text)) if text else []
-        if answer.is_prose and all(isinstance(expression, str) for expression in expressions):
-            expressions += self._parse(answer.text)
-        return expressions
-
-    def _verify(self, gold: Gold, readings: list[Any]) -> bool:
-        if not readings:
-            return False
-        expressions = gold.expressions
-        if gold.number is not None:
-            expressions = self._parse(_as_latex(gold.number.latex))
-        return bool(self.verify(expressions, readings, float_rounding=gold.decimals, timeout_seconds=None))
+        return expressions, _places_of(expressions)
 
     def _parse(self, text: str) -> list[Any]:
         return [] if is_too_deep(text) else self.parse(text, parsing_timeout=None)
 
 
-def _same_text(gold: Gold, answer: MarkedAnswer) -> bool | None:
-    """Compare what needs no algebra: two numbers, and numerals with a base; None where it is needed."""
+def _number_or_latex(answer: MarkedAnswer | None, completion: str) -> tuple[PlainNumber | None, str]:
+    """Return the plain number that an answer is, and what math-verify reads."""
+    if answer is None:
+        return None, completion
     text = plain_answer(answer.text)
-    if gold.number is not None:
-        return _same_number(gold.number, text, is_prose=answer.is_prose)
-    numeral, answer_numeral = _NUMERAL.fullmatch(gold.text), _NUMERAL.fullmatch(text)
-    if numeral is None or answer_numeral is None or numeral[2] is None:
-        return None
-    # math-verify drops the base. An answer without one may be that of another base.
-    return numeral.groups() == answer_numeral.groups()
-
-
-def _same_number(gold: Quantity, text: str, *, is_prose: bool) -> bool | None:
-    number = quantity(text)
-    if number is not None or not is_prose:
-        return None if number is None else same_number(gold, number)
-    number = quantity(text, is_prose=True) or quantity(last_side(text), is_prose=True)
-    if number is not None:
-        return same_number(gold, number)
-    # Either 18 with an exclamation mark, or a factorial, which is left to algebra.
-    number = quantity(text.rstrip("!"), is_prose=True) if text.endswith("!") else None
-    return True if number is not None and same_number(gold, number) else None
+    if answer.is_prose:
+        text = told(text)
+    number = plain_number(text)
+    if number is None and answer.is_prose and _PIECE_OF_LATEX.search(answer.text):
+        return None, answer.text
+    return number, _as_latex(text if number is None else number.latex)
 
 
 def _places_of(expressions: list[Any]) -> int:
-    """Return the decimal places to compare, by the smallest number that a gold answer consists of."""
-    sizes = [6]
+    """Return the decimal places to compare: six significant digits of the smallest number in a gold answer."""
+    places = 6
     for expression in expressions:
         for term in (expression, *getattr(expression, "args", ())):
             if getattr(term, "is_number", False):
-                with contextlib.suppress(TypeError, ValueError, OverflowError):  # a complex one, or a huge one
-                    sizes.append(decimal_places(float(term.evalf())))
-    return max(sizes)
+                with contextlib.suppress(TypeError, ValueError, OverflowError):  # a complex one, zero, or a huge one
+                    places = max(places, 5 - math.floor(math.log10(abs(float(term.evalf())))))
+    return places
 
 
 def _as_latex(answer: str) -> str:

@@ -177,9 +177,9 @@ def _tell(student: ShardedModel, every: int, groups: Sequence[Group]) -> None:
         for group in groups
         for trajectory in group.trajectories
     ]
-    samples = [sample for samples_of_rank in student.setting.ranks.gather(own_samples) for sample in samples_of_rank]
-    if student.setting.world.is_first:
-        student.setting.log.samples += sorted(samples, key=lambda sample: int(sample["sample_id"]))
+    everyone = student.setting.ranks.gather_to_first(own_samples)
+    samples = [sample for samples_of_rank in everyone for sample in samples_of_rank]
+    student.setting.log.samples += sorted(samples, key=lambda sample: int(sample["sample_id"]))
 
 
 def prompt_alone(prompt: Prompt, filler: int) -> Example:

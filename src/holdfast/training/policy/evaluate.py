@@ -40,7 +40,7 @@ def evaluate_policy(
         try:
             with policy.setting.phase("evaluation"):
                 set_metrics, groups = _evaluate_set(policy, prompts)
-                everyone = policy.setting.ranks.gather([_without_tensors(group) for group in groups])
+                everyone = policy.setting.ranks.gather_to_first([_without_tensors(group) for group in groups])
         except StepAbandoned:
             break
         flat = sorted(

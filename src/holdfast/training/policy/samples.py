@@ -55,10 +55,12 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     is_formatted = run.config.data.format is not None
     own_samples = [_sample_rows(step, group, files, is_formatted, trained=True) for group in rollout.groups]
     own_samples += [_sample_rows(step, group, files, is_formatted, trained=False) for group in rollout.left_out]
-    everyone = [item for of_rank in run.setting.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
-    samples = sorted(everyone, key=lambda item: item.sample_id)
+    everyone = run.setting.ranks.gather_to_first(own_samples)
+    samples = sorted(
+        (item for of_rank in everyone for of_group in of_rank for item in of_group), key=lambda item: item.sample_id
+    )
     tokens = _tokens(run, rollout, samples)
-    if run.setting.world.is_first and samples:
+    if samples:
         _queue(run.setting.log, samples, tokens)
         if config.show:
             run.setting.log.messages.append(sample_table(choose_samples(samples, config.show), step, terminal_width()))
@@ -71,17 +73,25 @@ def _queue(log: Logbook, samples: Sequence[SampleRow], tokens: Mapping[int, list
 
 
 def _tokens(run: PolicyRun, rollout: Rollout, samples: Sequence[SampleRow]) -> dict[int, list[list[Any]]]:
-    """Return the tokens of the best, the worst and the newest completion; all ranks call this together."""
-    if not samples or run.config.metrics.samples != "jsonl":
+    """Return the tokens of the best, the worst and the newest completion on rank 0; all ranks call this together.
+
+    Args:
+        run: Of the policy.
+        rollout: Of this rank.
+        samples: All completions, on rank 0.
+    """
+    if run.config.metrics.samples != "jsonl":
         return {}
-    selected_ids = {item.sample_id for _, item in choose_samples(samples, 3)}
+    selected = choose_samples(samples, 3) if samples else []
+    selected_ids = run.setting.ranks.agree({item.sample_id for _, item in selected})
     token_rows = {
         trajectory.sample_id: _token_rows(trajectory, group.prompt.tokens.size, run.trained.origin.tokenizer)
         for group in (*rollout.groups, *rollout.left_out)
         for trajectory in group.trajectories
         if trajectory.sample_id in selected_ids
     }
-    return {sample: rows for rank_rows in run.setting.ranks.gather(token_rows) for sample, rows in rank_rows.items()}
+    everyone = run.setting.ranks.gather_to_first(token_rows)
+    return {sample: rows for rank_rows in everyone for sample, rows in rank_rows.items()}
 
 
 _MOST_TOKENS = 2_000
