@@ -113,8 +113,9 @@ def _jump(metric: str, times: float, *, of_largest: float = 0.0, least: float = 
     """
 
     def look(past: Past, _: Past) -> Observed:
-        before = [line[metric] for line in past[-_USUAL_STEPS - 1 : -1] if math.isfinite(line.get(metric, math.nan))]
-        if not {metric, beside or metric} <= past[-1].keys() or len(before) < _FEWEST_STEPS:
+        steps = [line[metric] for line in past[-_USUAL_STEPS - 1 : -1] if metric in line]
+        before = [value for value in steps if math.isfinite(value)]  # that of a skipped update is no number
+        if not {metric, beside or metric} <= past[-1].keys() or len(steps) < _FEWEST_STEPS or not before:
             return None
         value, usual = past[-1][metric], median(before)
         limit = max(least, times * usual, of_largest * max(before))
