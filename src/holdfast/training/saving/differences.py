@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from holdfast.config.base import Section
+from holdfast.config.earlier import todays_form
 from holdfast.config.tree import all_keys
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.text.shortening import shortened
@@ -53,7 +54,7 @@ def _differences(
     kind: str, name: str, before: str | None, after: str | None, config: TrainingConfig | None
 ) -> Iterator[str]:
     """Yield the differences between two values of one name; None where a side lacks it."""
-    old, new = _plain(before), _plain(after)
+    old, new = (todays_form({name: _plain(text)})[name] for text in (before, after))
     if before is None and (name in _LATER or has_default(config, name, new)):
         return
     has_values = kind in {"objective", "model"} or (kind in {"data", "tokenizer"} and name.startswith("data."))
@@ -70,22 +71,12 @@ def _changed_keys(path: str, old: Any, new: Any, config: TrainingConfig | None) 
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         old, new = ({str(index): value for index, value in enumerate(values)} for values in (old, new))
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        if old is _ABSENT or new is _ABSENT or not _same(_short_form(old), _short_form(new)):
+        if old is _ABSENT or new is _ABSENT or not _same(old, new):
             yield f"{path} {_shown(old)} -> {_shown(new)}"
         return
     for key in sorted({*old, *new}):
         if not _is_later(path, key, old, new, config):
             yield from _changed_keys(f"{path}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT), config)
-
-
-def _short_form(value: Any) -> Any:
-    """Return the word or the number that a section stands for; an earlier version saved `{"kind": "drop_sample"}`."""
-    match value:
-        case {"kind": "value", "value": number} if len(value) == 2:  # noqa: PLR2004
-            return number
-        case {"kind": kind} if len(value) == 1:
-            return kind
-    return value
 
 
 def _is_later(
