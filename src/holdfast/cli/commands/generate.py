@@ -330,9 +330,7 @@ def _prompts(prompts: Sequence[str], rows: str | None, column: str) -> list[str]
     """
     if prompts and rows is not None:
         raise ConfigError("--prompt and --rows both name prompts; give one of them.")
-    if rows is not None and not (prompts := list(_from_rows(rows, column))):
-        raise DataError(f"{rows} has no rows.")
-    prompts = list(prompts) or [_from_input()]
+    prompts = list(_from_rows(rows, column)) if rows is not None else list(prompts) or [_from_input()]
     for number, prompt in enumerate(prompts, start=1):
         which = f"Prompt {number} of {len(prompts)}"
         if not prompt:
@@ -362,7 +360,7 @@ def _from_rows(path: str, column: str) -> Iterator[str]:
     here = Path.cwd()
     if not find_local(split_off(path, here)[0], here):
         raise DataError(f"--rows {path}: there is no such file.")
-    for number, row in enumerate(open_source(SourceConfig(path=path), here).scan(0)):
+    for number, row in enumerate(open_source(SourceConfig(path=path, name=path), here).scan(0)):
         prompt = row.get(column)
         if not isinstance(prompt, str):
             has = f"has {type(prompt).__name__} there" if column in row else f"has {', '.join(map(str, row))}"

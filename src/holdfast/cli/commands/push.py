@@ -7,7 +7,7 @@ is compared with what was sent by the hashes that the hub computed of it.
 # As cli/main.py, without `from __future__ import annotations`.
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -28,7 +28,6 @@ _ALLOWED = (
     "README*.md", "LICENSE*", "holdfast_export.json", "holdfast.yaml",
 )  # fmt: skip
 """What an export may publish, by name; never samples, logs, pickles or code."""
-_ABOUT = "holdfast_export.json"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
@@ -63,12 +62,8 @@ def push(
         remote_files, head = _what_is_there(api, repository, public=public)
         files = {name: CommitOperationAdd(name, content) for name, content in contents.items()}
         new = {name: file for name, file in files.items() if not _is_same(file, remote_files.get(name))}
-        changed = [name for name in new if name in remote_files]
-        if changed and not overwrite:
-            raise UserError(
-                f"{repository} has other contents under {len(changed)} of the names: {', '.join(changed[:6])}. Nothing "
-                "was sent. Give --overwrite to replace them (its history keeps them), or name another repository."
-            )
+        if not overwrite:
+            _refuse_overwriting(repository, [name for name in new if name in remote_files])
         typer.echo(f"{export}: {title}, every byte of its weights as it was exported")
         if left_out:
             names = ", ".join(map(escaped, left_out))
@@ -84,25 +79,37 @@ def push(
         size = size_words(sum(file.upload_info.size for file in new.values()))
         typer.echo(f"{len(new)} files, {size}, are commit {commit.oid[:12]}")
         remote_files, _ = _what_is_there(api, repository, public=public, revision=commit.oid)
-    wrong = [name for name, file in files.items() if not _is_same(file, remote_files.get(name))]
-    if wrong:
-        raise RunStopped(
-            f"{repository} does not hold what was sent: {', '.join(wrong)} differ by size or hash at commit "
-            f"{commit.oid[:12]}. Push again with --overwrite, and do not load what is there."
-        )
+    _check_arrived(repository, commit.oid, [n for n, file in files.items() if not _is_same(file, remote_files.get(n))])
     typer.echo(f"verified: the hub's hashes of all {len(files)} files are ours. {commit.commit_url}")
 
 
+def _refuse_overwriting(repository: str, changed: Sequence[str]) -> None:
+    if changed:
+        raise UserError(
+            f"{repository} has other contents under {len(changed)} of the names: {', '.join(changed[:6])}. Nothing was "
+            "sent. Give --overwrite to replace them (its history keeps them), or name another repository."
+        )
+
+
+def _check_arrived(repository: str, commit: str, wrong: Sequence[str]) -> None:
+    if wrong:
+        raise RunStopped(
+            f"{repository} does not hold what was sent: {', '.join(wrong)} differ by size or hash at commit "
+            f"{commit[:12]}. Push again with --overwrite, and do not load what is there."
+        )
+
+
 def _check_export(export: Path) -> str:
-    from holdfast.checkpoint.export.about import check_weights, read_about
+    from holdfast.checkpoint.export.about import ABOUT_FILE, check_weights, read_about
     from holdfast.models.files.places import local_directory
 
     if not export.exists():
         local_directory(str(export), Path.cwd())  # says whose export it would be
+        raise UserError(f"There is no directory {export}. `holdfast checkpoint export` makes an export.")
     exported = read_about(export)
     if exported is None:
         raise UserError(
-            f"{export} is not an export of Holdfast: it has no {_ABOUT}. `holdfast checkpoint export` makes one."
+            f"{export} is not an export of Holdfast: it has no {ABOUT_FILE}. `holdfast checkpoint export` makes one."
         )
     check_weights(export, exported, by_hash=True)
     return exported.words
@@ -113,6 +120,7 @@ def outgoing_files(export: Path) -> tuple[dict[str, str | bytes], list[str]]:
 
     The configuration goes without what could be secret, and so does what the export says of its parent.
     """
+    from holdfast.checkpoint.export.about import ABOUT_FILE
     from holdfast.config.load import EXPORTED_CONFIG
     from holdfast.config.public import public_configuration, public_text
     from holdfast.config.yaml12 import parse_file, to_yaml
@@ -125,12 +133,12 @@ def outgoing_files(export: Path) -> tuple[dict[str, str | bytes], list[str]]:
     if EXPORTED_CONFIG in files:
         values = parse_file(export / EXPORTED_CONFIG).values
         files[EXPORTED_CONFIG] = to_yaml(public_configuration(values)).encode()
-    if _ABOUT in files:
-        about = read_json(export / _ABOUT)
+    if ABOUT_FILE in files:
+        about = read_json(export / ABOUT_FILE)
         if isinstance(parent := about.get("parent"), dict):
             public = {key: public_text(value) for key, value in parent.items() if isinstance(value, str)}
             about["parent"] = parent | public
-        files[_ABOUT] = (json.dumps(about, indent=2, sort_keys=True) + "\n").encode()
+        files[ABOUT_FILE] = (json.dumps(about, indent=2, sort_keys=True) + "\n").encode()
     return files, sorted(path.name for path in export.iterdir() if path.name not in files)
 
 

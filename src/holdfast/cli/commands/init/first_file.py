@@ -235,44 +235,58 @@ def _choose_columns(draft: FirstFile, base: Path, rows: Sequence[Row], needed: M
     Raises:
         UserError: The model has no tokenizer, or the rows cannot be read.
     """
-    from holdfast.cli.commands.data.survey import survey_of
-    from holdfast.models.files.origin import load_tokenizer
-
-    def surveyed() -> Survey:
-        config = from_mapping({"steps": 1, **draft.tree}, ROOTS[draft.verb], "the suggestion")
-        return survey_of(config, base, _LOOKED_AT)
-
     asks = needed.get("prompt") if isinstance(rows[0].get(needed.get("prompt", "")), str) else None
     media = _choose_images(draft, base, rows, asks)
     survey, why = None, ""
     if asks is not None:
-        tokenizer = load_tokenizer(ModelConfig(**draft.tree["model"]), base)
-        marks = [mark for mark in tokenizer.all_special_tokens if any(mark in str(row.get(asks)) for row in rows)]
-        if not tokenizer.chat_template:
-            why = "the tokenizer has no chat template"
-        elif marks:
-            why = f"the prompts hold {marks[0]} and are written in a template already"
-        others = {ours: theirs for ours, theirs in needed.items() if ours != "prompt"}
-        answers = {"output": others["completion"]} if list(others) == ["completion"] else others
+        why = _why_no_turns(draft, base, asks, rows)
         if not why:
-            _put_columns(draft, {"instruction": asks, **answers, **media}, rows[0])
-            try:
-                survey = surveyed()
-                why = f"the tokenizer has a chat template, so a {asks} is a user's turn"
-                if survey.counts.get("no_end_of_turn"):
-                    why += "; it does not close answers, so a model does not learn to stop: see data.chat_template"
-            except DataError as error:  # a template that cannot be taken apart into turns
-                why = f"the tokenizer's chat template cannot be used ({str(error).partition('. ')[0]})"
+            survey, why = _as_turns(draft, base, asks, rows, {**needed, **media})
         if survey is None:
             alone = "prompts go to the model" if draft.verb == "grpo" else "prompt and answer are joined"
             why += f", so {alone} as they stand"
     if survey is None:
         _put_columns(draft, {**needed, **media}, rows[0])
-        survey = surveyed()
+        survey = _surveyed(draft, base)
     if why:
         key = "data.columns" if "data.columns" in draft.reasons else "data.path"
         draft.reasons[key] = "; ".join(filter(None, [draft.reasons.get(key), why]))
     return survey
+
+
+def _surveyed(draft: FirstFile, base: Path) -> Survey:
+    from holdfast.cli.commands.data.survey import survey_of
+
+    return survey_of(from_mapping({"steps": 1, **draft.tree}, ROOTS[draft.verb], "the suggestion"), base, _LOOKED_AT)
+
+
+def _why_no_turns(draft: FirstFile, base: Path, asks: str, rows: Sequence[Row]) -> str:
+    """Return why prompts are not written as a user's turns; "" if they can be."""
+    from holdfast.models.files.origin import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelConfig(**draft.tree["model"]), base)
+    if not tokenizer.chat_template:
+        return "the tokenizer has no chat template"
+    marks = [mark for mark in tokenizer.all_special_tokens if any(mark in str(row.get(asks)) for row in rows)]
+    return f"the prompts hold {marks[0]} and are written in a template already" if marks else ""
+
+
+def _as_turns(
+    draft: FirstFile, base: Path, asks: str, rows: Sequence[Row], columns: Mapping[str, str]
+) -> tuple[Survey | None, str]:
+    """Write prompts as a user's turns; return the survey, None where the template cannot be used, and the reason."""
+    others = {ours: theirs for ours, theirs in columns.items() if ours != "prompt"}
+    if others.keys() - {"images"} == {"completion"}:
+        others = {"output" if ours == "completion" else ours: theirs for ours, theirs in others.items()}
+    _put_columns(draft, {"instruction": asks, **others}, rows[0])
+    try:
+        survey = _surveyed(draft, base)
+    except DataError as error:  # a template that cannot be taken apart into turns
+        return None, f"the tokenizer's chat template cannot be used ({str(error).partition('. ')[0]})"
+    why = f"the tokenizer has a chat template, so a {asks} is a user's turn"
+    if survey.counts.get("no_end_of_turn"):
+        why += "; it does not close answers, so a model does not learn to stop: see data.chat_template"
+    return survey, why
 
 
 def _put_columns(draft: FirstFile, columns: Mapping[str, str], row: Row) -> None:
