@@ -17,8 +17,9 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tokens.chat_template import ChatTemplate
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.rollout.engine import Interrupted, Request, Sampled, converse
+from holdfast.rollout.episodes.environments import EnvironmentLoop
+from holdfast.rollout.episodes.episode import Episode, EpisodeRequest, Limits
 from holdfast.rollout.episodes.history import TurnTemplate
-from holdfast.rollout.episodes.loop import Episode, EpisodeLoop, EpisodeRequest, Limits
 from holdfast.rollout.episodes.proof import proved_parser
 from holdfast.types import Finish
 from tests.rollout.test_episode_tokens import CHATML
@@ -109,7 +110,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
             prompt = np.array(writers[kind].opening(messages), np.int64)
             requests.append(EpisodeRequest(0, place, seed + place, messages, prompt, row, writers[kind], parsers[kind]))
         decode = lambda tokens, plain: engine.tokenizer.decode(tokens, skip_special_tokens=plain)  # noqa: E731
-        loop = EpisodeLoop(requests, pools[-1], decode, Limits(**limits), interrupted)  # type: ignore[arg-type]
+        loop = EnvironmentLoop(requests, pools[-1], decode, Limits(**limits), interrupted)  # type: ignore[arg-type]
         converse(engine, loop, SamplingConfig())
         return loop.episodes
 

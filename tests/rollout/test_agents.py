@@ -29,8 +29,8 @@ from holdfast.rollout.engine import converse
 from holdfast.rollout.episodes.agents import AgentLoop
 from holdfast.rollout.episodes.chat_calls import CallRefused, chat_call
 from holdfast.rollout.episodes.endpoint import Endpoint
+from holdfast.rollout.episodes.episode import Episode, EpisodeRequest, Limits
 from holdfast.rollout.episodes.history import TurnTemplate
-from holdfast.rollout.episodes.loop import Episode, EpisodeRequest, Limits
 from holdfast.rollout.episodes.proof import proved_parser
 from holdfast.rollout.episodes.sessions import Syntax
 from holdfast.types import Finish

@@ -14,8 +14,8 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
 from holdfast.environments.base import ToolCall
 from holdfast.rollout.episodes.calls import FAMILIES, parser_of_family
+from holdfast.rollout.episodes.episode import Episode
 from holdfast.rollout.episodes.history import TurnTemplate
-from holdfast.rollout.episodes.loop import Episode
 from holdfast.rollout.episodes.proof import proved_parser
 from holdfast.training.policy.episodes import group_of
 from holdfast.types import Finish, Prompt

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
+from holdfast.rollout.episodes.episode import Episode
 from holdfast.rollout.episodes.history import TurnTemplate
-from holdfast.rollout.episodes.loop import Episode
 from holdfast.rollout.episodes.proof import proved_parser
 from tests.rollout.conftest import ScriptedEngine
 from tests.rollout.test_episode_tokens import ADD, bpe

@@ -15,8 +15,8 @@ from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.chat_template import ChatTemplate
 from holdfast.rollout.engine import Sampled
+from holdfast.rollout.episodes.episode import Episode, EpisodeRequest
 from holdfast.rollout.episodes.history import TurnTemplate
-from holdfast.rollout.episodes.loop import Episode, EpisodeRequest
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.policy.episodes import group_of
 from holdfast.training.policy.groups import CompletionSummary, GroupFact

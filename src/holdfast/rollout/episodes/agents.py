@@ -1,37 +1,47 @@
-"""The loop of agents: what they ask at an endpoint goes to the engine, and what is sampled back to them.
-
-No call waits for another one: an agent that asks while others are answered is decoded together with them.
-"""
+"""Agents that own their loop: each request at the endpoint asks for a completion of its episode."""
 
 from __future__ import annotations
 
 import sys
 import time
 import traceback
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from holdfast.data.tokens.chat_template import RENDERING_ERRORS
-from holdfast.environments.base import StepResult
+from holdfast.data.tokens.chat_template import RENDERING_ERRORS, TemplateRefuses
+from holdfast.environments.base import Message, StepResult
 from holdfast.environments.pool import Answer, EnvironmentPool
 from holdfast.rewards.base import describe_error
-from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.rollout.episodes.chat_calls import CallRefused
+from holdfast.rollout.engine import Interrupted, Sampled
+from holdfast.rollout.episodes.chat_calls import (
+    CallRefused,
+    ChatCall,
+    answer_message,
+    as_read_again,
+    completion_reply,
+    same,
+)
 from holdfast.rollout.episodes.endpoint import Call, Endpoint, session_ended
-from holdfast.rollout.episodes.loop import ATTEMPTS, Decode, Ended, Episode, EpisodeRequest, Limits
-from holdfast.rollout.episodes.sessions import Prepared, Session, SyntaxOf
-from holdfast.rollout.sampling import mixed
+from holdfast.rollout.episodes.episode import Decode, Ended, EpisodeRequest, Limits
+from holdfast.rollout.episodes.loop import Asked, EpisodeLoop
+from holdfast.rollout.episodes.sessions import Answered, Prepared, Session, Syntax
 from holdfast.text.escaping import escaped_paragraph
 from holdfast.types import Finish
+
+SyntaxOf = Callable[[tuple[Mapping[str, Any], ...]], Syntax]
+"""From schemas of tools; raises `CallRefused` where the template cannot write them."""
 
 _LOOK_SECONDS = 0.005
 """Between two looks at agents that have returned, where nothing is asked."""
 _CAUSED = (MemoryError, *RENDERING_ERRORS)
 """What a request can cause; anything else is a mistake of ours and ends the run."""
+_OBSERVED = ("tool", "user")
+"""Roles of messages that may follow an answer where its tokens go on."""
 
 
-class AgentLoop:
-    """Implements `TurnSource`: hands out what agents ask, and answers them.
+class AgentLoop(EpisodeLoop):
+    """Episodes of agents.
 
     Args:
         requests: The episodes.
@@ -53,87 +63,66 @@ class AgentLoop:
         limits: Limits,
         interrupted: Interrupted,
     ) -> None:
-        self._requests, self._agents, self._endpoint = list(requests), agents, endpoint
-        self._syntax_of, self._decode, self._limits = syntax_of, decode, limits
-        self._interrupted = interrupted
-        self._sessions = [self._session(request) for request in requests]
-        self._waiting = deque(range(len(requests)))
+        super().__init__(requests, agents, decode, limits, interrupted, in_order=False)
+        self._endpoint, self._syntax_of = endpoint, syntax_of
         self._keys: dict[int, str] = {}
         """Of episodes whose agent is running."""
         self._episodes: dict[str, int] = {}
         """The same by key."""
-        self._sampling: dict[tuple[int, int], tuple[Call, Prepared, Session]] = {}
-        """(request id, place) of what is sampled."""
-        self._able: list[tuple[Call, Prepared, Session, int]] = []
-        """What can be sampled, with its seed."""
+        self._answered_seconds: dict[int, float] = {}
+        """From calls to their answers, by episode."""
         self._printed: set[type[Exception]] = set()
         """Kinds of errors whose traceback is in the log."""
-        self._request_count = 0
-        # What an abandoned step asked for may still be answered: numbers are of one episode for good.
-        self._first = agents.reserve(len(requests))
-
-    @property
-    def episodes(self) -> list[Episode]:
-        """All episodes, in the order of their requests."""
-        return [session.episode for session in self._sessions]
-
-    def ready(self, *, wait: bool) -> list[Request]:
-        """Return what agents ask now.
-
-        Args:
-            wait: Nothing else is to be done: return nothing only where nothing is left.
-        """
-        while not self._interrupted():
-            for answer in self._agents.answers(0.0):
-                self._hear(answer)
-            self._begin_waiting()
-            is_idle = wait and not self._able and bool(self._keys)
-            for call in self._endpoint.take(_LOOK_SECONDS if is_idle else 0.0):
-                self._take(call)
-            if not wait or self._able or not self._keys:
-                return self._requested()
-        self.abandon()
-        return []
-
-    def finished(self, sampled: Sequence[Sampled]) -> None:
-        """Answer the calls of what has been sampled."""
-        for completion in sampled:
-            call, prepared, session = self._sampling.pop((completion.request_id, completion.place))
-            index = self._episodes.get(call.key)
-            if completion.finish is Finish.ABORT or index is None:
-                call.refuse(session_ended())
-                continue
-            try:
-                call.answer(session.complete(prepared, completion))
-            except _CAUSED as error:
-                self._fail(index, call, error)
-            session.answered_seconds += time.monotonic() - call.taken_at
 
     def abandon(self) -> None:
-        """End every episode: nobody wants them any more."""
-        for index in sorted({*self._keys, *self._waiting}):
-            self._sessions[index].episode.ended = "aborted"
-            self._leave(index)
-        for call in [call for call, *_ in self._sampling.values()] + [call for call, *_ in self._able]:
+        """End every episode, and refuse what its agent asks."""
+        calls = [asked.call for asked in (*self._sampling.values(), *self._able)]
+        super().abandon()
+        for call in calls:
+            assert call is not None
             call.refuse(session_ended())
-        self._waiting.clear()
-        self._able.clear()
 
-    def _session(self, request: EpisodeRequest) -> Session:
-        return Session(request, self._syntax_of, self._decode, self._limits)
-
-    def _begin_waiting(self) -> None:
-        while self._waiting and len(self._keys) < self._limits.instances:
-            self._begin(self._waiting.popleft())
-
-    def _begin(self, index: int) -> None:
-        before, request = self._sessions[index].episode, self._requests[index]
-        session = self._sessions[index] = self._session(request)
-        session.episode.attempts = before.attempts + 1
-        session.episode.waited_seconds = before.waited_seconds
+    def _start(self, index: int, request: EpisodeRequest) -> None:
         key = self._endpoint.open()
-        self._keys[index], self._episodes[key] = key, index
-        self._agents.run(self._first + index, request.row, request.seed, self._endpoint.base_url, key)
+        self._keys[index], self._episodes[key], self._answered_seconds[index] = key, index, 0.0
+        self._pool.run(self._first + index, request.row, request.seed, self._endpoint.base_url, key)
+
+    def _listen(self, *, must_wait: bool) -> bool:
+        is_heard = self._hear(0.0)
+        calls = self._endpoint.take(_LOOK_SECONDS if must_wait and not is_heard else 0.0)
+        for call in calls:
+            self._take(call)
+        return is_heard or bool(calls)
+
+    def _finished(self, asked: Asked, completion: Sampled) -> None:
+        call, session = asked.call, asked.session
+        assert call is not None
+        if completion.finish is Finish.ABORT or call.key not in self._episodes:
+            call.refuse(session_ended())
+            return
+        try:
+            call.answer(self._reply(call.asked, session, asked.prepared, completion))
+        except _CAUSED as error:
+            self._break(asked.index, call, error)
+        else:
+            self._answered_seconds[asked.index] += time.monotonic() - call.taken_at
+
+    def _reply(self, asked: ChatCall, session: Session, prepared: Prepared, completion: Sampled) -> dict[str, Any]:
+        """Return what a call is answered."""
+        episode, turn = session.episode, session.episode.turn_count
+        completion = _cut(completion, asked.max_tokens)
+        answered = session.complete(prepared, completion)
+        for call in answered.calls:
+            episode.called[call.name if not call.mistake else "unknown"] += 1
+        mistakes = sum(bool(call.mistake) for call in answered.calls)
+        episode.failed_calls += mistakes
+        # A call that cannot be read is text to the agent.
+        message = answer_message(answered.text, () if mistakes else answered.calls, turn)
+        answered.answer = as_read_again(message)
+        episode.prompt_messages = prepared.prompt_messages
+        episode.request = replace(episode.request, writer=prepared.syntax.writer)
+        number = f"{episode.request.seed:x}-{turn}"
+        return completion_reply(number, message, prepared.tokens.tokens.tolist(), completion, asked, self._decode)
 
     def _take(self, call: Call) -> None:
         index = self._episodes.get(call.key)
@@ -141,19 +130,30 @@ class AgentLoop:
             call.refuse(session_ended())
             return
         session, call.taken_at = self._sessions[index], time.monotonic()
-        number = session.call_count
         try:
-            prepared = session.prepare(call.asked)
+            prepared = self._prepared(session, call.asked)
         except CallRefused as refusal:
             call.refuse(refusal)
-            return
         except _CAUSED as error:
-            self._fail(index, call, error)
-            return
-        seed = self._requests[index].seed
-        self._able.append((call, prepared, session, mixed(seed, number) if number else seed))
+            self._break(index, call, error)
+        else:
+            self._ask(index, session, prepared, call)
 
-    def _fail(self, index: int, call: Call, error: Exception) -> None:
+    def _prepared(self, session: Session, asked: ChatCall) -> Prepared:
+        session.check(len(asked.messages), asked.characters)
+        syntax = self._syntax_of(asked.tools)
+        try:
+            earlier = _longest_earlier(session, asked)
+            if earlier is not None:
+                going_on = session.follow(earlier, asked.messages[len(earlier.messages) + 1 :], syntax)
+                if going_on is not None:
+                    return replace(going_on, messages=asked.messages)
+            written = tuple(_as_written(session, message) for message in asked.messages)
+            return session.prepare(asked.messages, written, syntax, tools=asked.tools)
+        except TemplateRefuses as refusal:
+            raise CallRefused(f"the chat template cannot write these messages: {refusal}") from None
+
+    def _break(self, index: int, call: Call, error: Exception) -> None:
         """End one agent's episode; what it asks or is told ends no other one's."""
         if type(error) not in self._printed:
             self._printed.add(type(error))
@@ -163,44 +163,61 @@ class AgentLoop:
         self._leave(index)
         call.refuse(CallRefused(f"this call cannot be answered ({describe_error(error)}); its episode has ended"))
 
-    def _requested(self) -> list[Request]:
-        """Return what can be sampled, equal prompts together."""
-        by_prompt: dict[bytes, list[tuple[Call, Prepared, Session, int]]] = {}
-        for able in self._able:
-            by_prompt.setdefault(able[1].tokens.tokens.tobytes(), []).append(able)
-        self._able = []
-        requests = []
-        for alike in by_prompt.values():
-            number, self._request_count = self._request_count, self._request_count + 1
-            self._sampling |= {
-                (number, place): (call, prepared, session) for place, (call, prepared, session, _) in enumerate(alike)
-            }
-            requests.append(Request(number, alike[0][1].tokens.tokens, tuple(seed for *_, seed in alike)))
-        return requests
-
-    def _hear(self, answer: Answer) -> None:
-        index = answer.episode - self._first
-        if index not in self._keys:
-            return
+    def _heard(self, index: int, answer: Answer) -> None:
         session = self._sessions[index]
         episode = session.episode
-        episode.waited_seconds += max(0.0, answer.seconds - session.answered_seconds)
-        self._leave(index)
+        episode.waited_seconds += max(0.0, answer.seconds - self._answered_seconds[index])
         if answer.result is not None:
+            self._leave(index)
             _returned(session, answer.result)
         elif (ended := _limit_of(session, answer)) is not None:
+            self._leave(index)
             episode.ended = ended
-        elif episode.attempts < ATTEMPTS:
-            self._begin(index)
         else:
-            episode.fault, episode.ended = answer.message, "fault"
+            self._fail(index, answer.message)
 
     def _leave(self, index: int) -> None:
-        key = self._keys.pop(index, None)
-        if key is not None:
+        super()._leave(index)
+        if (key := self._keys.pop(index, None)) is not None:
             del self._episodes[key]
             self._endpoint.end(key)
-            self._agents.leave(self._first + index)
+
+
+def _longest_earlier(session: Session, asked: ChatCall) -> Answered | None:
+    """Return the longest conversation that a call goes on from; of several, one that nothing goes on from yet."""
+    candidates = [answered for answered in session.answered if _extends(asked, answered)]
+    return max(candidates, key=lambda answered: (len(answered.messages), answered.is_last), default=None)
+
+
+def _extends(asked: ChatCall, answered: Answered) -> bool:
+    conversation = (*answered.messages, answered.answer)
+    rest = asked.messages[len(conversation) :]
+    return (
+        bool(rest)
+        and asked.tools == answered.tools
+        and all(message["role"] in _OBSERVED for message in rest)
+        and all(map(same, conversation, asked.messages))
+    )
+
+
+def _as_written(session: Session, message: Message) -> Message:
+    """Return what the template is given for a message: what the policy said is written as it said it."""
+    if message["role"] != "assistant":
+        return message
+    said = (answered for answered in session.answered if same(answered.answer, message))
+    return next((answered.written[-1] for answered in said), message)
+
+
+def _cut(sampled: Sampled, most: int | None) -> Sampled:
+    """Return the first tokens of a completion: they are what it would have been with a lower limit."""
+    if most is None or sampled.tokens.size <= most:
+        return sampled
+    return sampled._replace(
+        tokens=sampled.tokens[:most],
+        logprobs=sampled.logprobs[:most],
+        finish=Finish.LENGTH,
+        segments=tuple((start, version) for start, version in sampled.segments if start < most),
+    )
 
 
 def _returned(session: Session, result: StepResult) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.environments.base import MOST_LEVELS, Message, ToolCall, extent_of
 from holdfast.files import parse_json
+from holdfast.rollout.engine import Sampled
 from holdfast.rollout.episodes.calls import FAMILIES
+from holdfast.types import Finish
+
+MODEL = "policy"
+"""The name of what is sampled; requests may have any."""
 
 _HARMLESS = frozenset({
     "cache_salt", "logprobs", "max_completion_tokens", "max_tokens", "messages", "metadata", "model",
@@ -192,6 +198,51 @@ def answer_message(text: str, calls: Sequence[ToolCall], turn: int) -> dict[str,
     starts = [text.find(family.begin) for family in FAMILIES.values() if family.begin and family.begin in text]
     before = text[: min(starts)].strip() if starts else ""
     return {"role": "assistant", "content": before or None, "tool_calls": written}
+
+
+def completion_reply(  # noqa: PLR0913 - the parts of a reply
+    number: str,
+    message: Mapping[str, Any],
+    prompt: list[int],
+    sampled: Sampled,
+    asked: ChatCall,
+    decode: Callable[[list[int], bool], str],
+) -> dict[str, Any]:
+    """Return the body of a reply, with the tokens that were sampled.
+
+    Args:
+        number: Of the completion.
+        message: Its message.
+        prompt: [P], tokens.
+        sampled: Its tokens and their log-probabilities.
+        asked: What was asked for.
+        decode: Tokens to text; with False, special ones are kept.
+    """
+    tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
+    content = [_token_logprob(decode([token], False), logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+    finish = "length" if sampled.finish is Finish.LENGTH else "stop"
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "tool_calls" if "tool_calls" in message else finish,
+        "logprobs": {"content": content} if asked.tells_logprobs else None,
+        "token_ids": tokens,
+        "token_logprobs": logprobs,
+    }
+    counts = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {**counts, "total_tokens": sum(counts.values())},
+        "prompt_token_ids": prompt,
+    }
+
+
+def _token_logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
 
 
 def as_read_again(message: Mapping[str, Any]) -> Message:

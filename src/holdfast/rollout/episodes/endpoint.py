@@ -15,10 +15,8 @@ from typing import Any
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.files import parse_json
-from holdfast.rollout.episodes.chat_calls import CallRefused, ChatCall, chat_call
+from holdfast.rollout.episodes.chat_calls import MODEL, CallRefused, ChatCall, chat_call
 
-MODEL = "policy"
-"""The name of what is sampled; requests may have any."""
 _LOOPBACK = "127.0.0.1"
 _MOST_BODY_BYTES = 1 << 26
 _COMPLETIONS, _MODELS = "/v1/chat/completions", "/v1/models"

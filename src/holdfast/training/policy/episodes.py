@@ -22,8 +22,9 @@ from holdfast.rollout.engine import AheadEngine, EpisodeRecords, TurnSource, con
 from holdfast.rollout.episodes.agents import AgentLoop
 from holdfast.rollout.episodes.chat_calls import CallRefused
 from holdfast.rollout.episodes.endpoint import Endpoint
+from holdfast.rollout.episodes.environments import EnvironmentLoop
+from holdfast.rollout.episodes.episode import Decode, Episode, EpisodeRequest, Limits
 from holdfast.rollout.episodes.history import observations_of, observations_of_agents
-from holdfast.rollout.episodes.loop import Decode, Episode, EpisodeLoop, EpisodeRequest, Limits
 from holdfast.rollout.episodes.proof import proved_syntax
 from holdfast.rollout.episodes.sessions import Syntax
 from holdfast.rollout.episodes.tokens import EpisodeTokens
@@ -119,7 +120,9 @@ class LocalEpisodes:
     ) -> Iterator[Loop]:
         """Open what hands out turns of these episodes; all ranks call this together."""
         limits, in_order = self._limits(sampling), not isinstance(policy.sampler.engine, AheadEngine)
-        yield EpisodeLoop(requests, self.pool, decoder(policy), limits, policy.setting.interrupted, in_order=in_order)
+        yield EnvironmentLoop(
+            requests, self.pool, decoder(policy), limits, policy.setting.interrupted, in_order=in_order
+        )
 
     def _requests(self, prompt: Prompt, seeds: Sequence[int]) -> list[EpisodeRequest]:
         row_name = f"Row of prompt {prompt.prompt_id}"
@@ -162,7 +165,7 @@ class LocalEpisodes:
         requests = [request for prompt in prompts[:_TRIED] for request in self._requests(prompt, (config.seed,))]
         # No turn is sampled here, so no episode would end and leave its instance to another one.
         limits = replace(self._limits(config.rollout), instances=_TRIED)
-        loop = EpisodeLoop(requests, self.pool, lambda *_: "", limits, setting.interrupted)
+        loop = EnvironmentLoop(requests, self.pool, lambda *_: "", limits, setting.interrupted)
         loop.ready(wait=True)
         while any(episode.tokens is None and episode.ended is None for episode in loop.episodes):
             loop.ready(wait=True)
