@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import math
 from collections.abc import Callable
 from typing import Any, Dict, Literal, Optional, Union  # noqa: UP035
 
@@ -126,6 +127,18 @@ class World:
     def twice(number: int) -> int:
         return 2 * number
 
+    def play(self, suit: Suit) -> str:
+        return str(suit)
+
+    def paint(self, colour: str, coats: int | None = None) -> list[Any]:
+        """Paint.
+
+        Args:
+            colour: Of the paint (choices: ["red", "blue"])
+            coats: How many.
+        """
+        return [colour, coats]
+
     def day(self) -> dict[str, Any]:
         return {"day": datetime.date(2026, 1, 2)}
 
@@ -143,7 +156,19 @@ TOLD = [
     ("level", {"at": "high", "pair": [7, "b"]}, '["high", 0.0, [7, "b"]]'),
     ("level", {"at": 3}, "error: at of level should be one of 1, 2.5, 'high', not 3"),
     ("level", {"at": 1, "pair": ["b", 7]}, "error: pair of level should be array, not ['b', 7]"),
-    ("level", {"at": 1, "share": 10**400}, "error: OverflowError: int too large to convert to float"),
+    ("level", {"at": 1, "share": 10**400}, "error: share of level should be number, not 1" + 400 * "0"),
+    ("level", {"at": 1, "share": "1"}, "error: share of level should be number, not '1'"),
+    ("level", {"at": 1, "share": math.nan}, "error: share of level should be number, not nan"),
+    ("twice", {"number": True}, "error: number of twice should be integer, not True"),
+    ("twice", {"number": 2.0}, "error: number of twice should be integer, not 2.0"),
+    ("twice", {"number": 2**70}, str(2**71)),
+    ("play", {"suit": "spades"}, "Suit.SPADES"),
+    ("play", {"suit": "SPADES"}, "error: suit of play should be one of 'hearts', 'spades', not 'SPADES'"),
+    ("paint", {"colour": "red"}, '["red", null]'),
+    ("paint", {"colour": "green"}, "error: colour of paint should be one of 'red', 'blue', not 'green'"),
+    ("paint", {"colour": "red", "coats": None}, '["red", null]'),
+    ("paint", {"colour": None}, "error: colour of paint should be one of 'red', 'blue', not None"),
+    ("paint", {"colour": "\ud800"}, "error: colour of paint should be one of 'red', 'blue', not '\\ud800'"),
     ("twice", {"number": 4}, "8"),
     ("day", {}, '{"day": "2026-01-02"}'),
     ("opaque", {}, "error: TypeError: returned a object, which is neither text nor JSON"),

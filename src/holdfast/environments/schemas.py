@@ -1,4 +1,8 @@
-"""Types of Python as JSON schemas, as transformers' `get_json_schema` writes them, and values that are of one."""
+"""Types of Python as JSON schemas, equal to those of transformers' `get_json_schema`.
+
+That function imports torch for every basic type, which a worker has no other use for, and refuses a parameter without
+a description.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,6 @@ _NAMES: Mapping[Any, str] = {
     int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array", tuple: "array",
     dict: "object",
 }  # fmt: skip
-_PYTHON_TYPES: Mapping[str, tuple[Any, Any]] = {
-    "boolean": (bool, ()),
-    "integer": (int, bool),
-    "number": ((int, float), bool),
-    "string": (str, ()),
-    "array": (list, ()),
-    "object": (dict, ()),
-    "null": (type(None), ()),
-}
-"""Type of JSON -> what its values are in Python, and what of these they are not."""
 
 
 def schema_of(annotation: Any) -> dict[str, Any] | None:
@@ -77,31 +71,3 @@ def words_for(schema: Mapping[str, Any]) -> str:
         return "one of " + ", ".join(map(repr, schema["enum"]))
     names = schema.get("type", "of another type")
     return names if isinstance(names, str) else " or ".join(names)
-
-
-def fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a value of JSON is of a schema."""
-    if value is None and schema.get("nullable"):
-        return True
-    if "enum" in schema:
-        return value in schema["enum"]
-    if "anyOf" in schema:
-        return any(fits(value, member) for member in schema["anyOf"])
-    names = schema.get("type")
-    if names is not None and not any(_is(value, name) for name in ([names] if isinstance(names, str) else names)):
-        return False
-    return _parts_fit(value, schema)
-
-
-def _parts_fit(value: Any, schema: Mapping[str, Any]) -> bool:
-    if isinstance(value, list):
-        parts = schema.get("prefixItems", [schema.get("items", {})] * len(value))
-        return len(parts) == len(value) and all(map(fits, value, parts))
-    return not isinstance(value, dict) or all(
-        fits(item, schema.get("additionalProperties", {})) for item in value.values()
-    )
-
-
-def _is(value: Any, name: str) -> bool:
-    python_types, excluded = _PYTHON_TYPES[name]
-    return isinstance(value, python_types) and not isinstance(value, excluded)

@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pydantic import ConfigDict, TypeAdapter
+
 from holdfast.environments.base import ToolCall
-from holdfast.environments.schemas import fits, schema_of, words_for
+from holdfast.environments.schemas import schema_of, words_for
 from holdfast.rewards.base import CannotStart
 
 _ARGUMENT = re.compile(r"^(\s*)(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _SECTIONS = re.compile(r"^[ \t]*(Args|Returns|Raises|Yields):[ \t]*$", re.MULTILINE)
 
 
@@ -29,6 +32,8 @@ class Tool:
     function: Callable[..., Any]
     """Its first parameter is the environment where it is a method."""
     schema: Mapping[str, Any]
+    types: Mapping[str, TypeAdapter[Any]]
+    """By parameter; strict, so that "3" is no 3."""
     is_method: bool = False
 
 
@@ -71,7 +76,8 @@ def tool_of(function: Callable[..., Any], subject: str, *, is_method: bool = Fal
     written: dict[str, Any] = {"name": name, "description": document.summary, "parameters": parameters_schema}
     if (returned := schema_of(hints["return"]) if "return" in hints else None) is not None:
         written["return"] = returned | ({"description": document.returns} if document.returns else {})
-    return Tool(name, function, {"type": "function", "function": written}, is_method)
+    types = {parameter.name: TypeAdapter(hints[parameter.name], config=_STRICT) for parameter in parameters}
+    return Tool(name, function, {"type": "function", "function": written}, types, is_method)
 
 
 def _schema_of_parameter(
@@ -146,9 +152,15 @@ def arguments_of(tool: Tool, call: ToolCall) -> dict[str, Any]:
         raise CallMistake(f"{tool.name} has no parameter {unknown[0]}; it takes {takes}")
     if missing:
         raise CallMistake(f"{tool.name} needs {missing[0]}; it takes {takes}")
-    for name, value in arguments.items():
-        if not fits(value, properties[name]):
-            raise CallMistake(f"{name} of {tool.name} should be {words_for(properties[name])}, not {value!r}")
-        if properties[name].get("type") == "number":
-            arguments[name] = value if value is None else float(value)
-    return arguments
+    return {name: _checked(tool, name, value, properties[name]) for name, value in arguments.items()}
+
+
+def _checked(tool: Tool, name: str, value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return an argument as a value of its parameter's type."""
+    try:
+        if value is None or value in schema.get("enum", (value,)):
+            # As JSON: in it a list may be a tuple, and a value a member of an enumeration.
+            return tool.types[name].validate_json(json.dumps(value))
+    except (ValueError, RecursionError):  # a `ValidationError` is a ValueError
+        pass
+    raise CallMistake(f"{name} of {tool.name} should be {words_for(schema)}, not {value!r}")
