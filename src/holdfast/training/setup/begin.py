@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast import registry
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, end_of_both, planned_steps
-from holdfast.data.batches.ahead import BatchesAhead, PromptsAhead, ReadAhead, StreamAhead
+from holdfast.data.batches.ahead import BatchesAhead, ReadAhead, StreamAhead
 from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.batches.stream import BatchStream
@@ -180,9 +180,10 @@ def read_ahead(setting: Setting, stream: BatchStream[Any, Any], last_step: int |
         last_step=last_step,
         minutes=minutes,
         tell=setting.log.messages.extend,
-        prepare=partial(pinned, device=setting.world.device),
     )
-    return PromptsAhead(stream, options) if isinstance(stream, PromptStream) else BatchesAhead(stream, options)
+    if isinstance(stream, PromptStream):
+        return StreamAhead(stream, options)
+    return BatchesAhead(stream, replace(options, prepare=partial(pinned, device=setting.world.device)))
 
 
 def trained_of(sharded: ShardedModel, total_steps: int | None) -> Trained:

@@ -15,7 +15,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise, broken_text_named
-from holdfast.data.batches.cursor import StreamLimits
+from holdfast.data.batches.passes import StreamLimits
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.batches.stream import SampleStream
 from holdfast.data.rows.reading import DrawOrder, EndOfStream, HeldOut, RowReader
