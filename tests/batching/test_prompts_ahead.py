@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.data.batches.ahead import ReadAhead, StreamAhead
 from holdfast.data.batches.candidates import CandidateReader
-from holdfast.data.batches.prompts import PromptStream
+from holdfast.data.batches.stream import PromptStream
 from holdfast.data.tokens.chat import Tokenised
 from holdfast.errors import DataError, RunStopped
 from holdfast.types import Prompt

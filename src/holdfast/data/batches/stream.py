@@ -23,7 +23,7 @@ from holdfast.data.rows.reading import draws_of
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
 from holdfast.errors import DataError
-from holdfast.types import Example, MiniBatch
+from holdfast.types import Example, MiniBatch, Prompt
 
 T = TypeVar("T")
 
@@ -343,3 +343,24 @@ class SampleStream(BatchStream[Example, MiniBatch]):
         self, candidates: Candidates[Example], offset: int, goal: int
     ) -> tuple[Candidates[Example], NextToken | None]:
         return cut_windows(candidates, self.rows.ranks, offset=offset, goal=goal, window=self._config.max_length)
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The prompts of a step."""
+
+    own_prompts: tuple[Prompt, ...]
+    """Those of this rank, in draw order."""
+    ids: tuple[int, ...]
+    """Prompt ids over all ranks, in draw order."""
+    metrics: Mapping[str, float]
+    """What reading counted, over all ranks."""
+
+
+class PromptStream(BatchStream[Prompt, PromptBatch]):
+    """Prompts, a step's at a time. A rank continues the prompts it read: none of them moves."""
+
+    def _batch_of(self, candidates: Candidates[Prompt]) -> PromptBatch:
+        own_prompts = tuple(prompt for _, prompt in sorted(candidates.own_sequences.items()))
+        counted = {f"data/{name}": float(number) for name, number in candidates.counts.items()}
+        return PromptBatch(own_prompts, tuple(sequence.draw for sequence in candidates.sequences), counted)

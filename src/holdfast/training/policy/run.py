@@ -21,7 +21,7 @@ from holdfast.advantages.user import Groups
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.ahead import StreamAhead
-from holdfast.data.batches.prompts import PromptBatch
+from holdfast.data.batches.stream import PromptBatch
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import free_copies, sharded_parameters

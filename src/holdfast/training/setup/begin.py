@@ -12,9 +12,8 @@ from holdfast import registry
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, end_of_both, planned_steps
 from holdfast.data.batches.ahead import BatchesAhead, ReadAhead, StreamAhead
 from holdfast.data.batches.candidates import Tokenise
-from holdfast.data.batches.prompts import PromptStream
-from holdfast.data.batches.stream import BatchStream
-from holdfast.data.batches.transfer import pinned
+from holdfast.data.batches.packing import pinned
+from holdfast.data.batches.stream import BatchStream, PromptStream
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.models.setup.model import Blueprint, blueprint, cost_of
