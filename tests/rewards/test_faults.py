@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config.sections.reward import FormatConfig, RewardPoolConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.rewards.processes.pool import RewardPool
+from holdfast.rewards.pool import RewardPool
 from tests.rewards.conftest import Start, is_alive, sample, samples, user, wait_for
 
 SLEEPS = """

@@ -16,8 +16,7 @@ from typing import Any
 from holdfast.environments.base import Malformed, StepResult, number_of, result_of
 from holdfast.environments.forms import Form
 from holdfast.environments.instances import SUBJECT, EnvironmentSource, Kind, seed_worker
-from holdfast.rewards.base import CannotStart
-from holdfast.rewards.scorers import load_name
+from holdfast.processes.user_code import CannotStart, load_name
 
 _BASE_URL, _API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 """What OpenAI's clients read."""

@@ -28,8 +28,7 @@ from holdfast.environments.base import (
 )
 from holdfast.environments.forms import Form, FormOfGymnasium, FormOfTRL
 from holdfast.environments.tools import CallMistake, Tool, UnknownTool, tool_of
-from holdfast.rewards.base import CannotStart, describe_error
-from holdfast.rewards.scorers import load_name
+from holdfast.processes.user_code import CannotStart, describe_error, load_name
 
 SUBJECT = "environment"
 _PROTOCOL = ("begin", "step", "close")

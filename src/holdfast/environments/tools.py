@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from holdfast.environments.base import ToolCall
 from holdfast.environments.schemas import fits, schema_of, words_for
-from holdfast.rewards.base import CannotStart
+from holdfast.processes.user_code import CannotStart
 
 _ARGUMENT = re.compile(r"^(\s*)(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)

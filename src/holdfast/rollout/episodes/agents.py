@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from holdfast.data.tokens.chat_template import RENDERING_ERRORS
 from holdfast.environments.base import StepResult
 from holdfast.environments.pool import Answer, EnvironmentPool
-from holdfast.rewards.base import describe_error
+from holdfast.processes.user_code import describe_error
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.episodes.chat_calls import CallRefused
 from holdfast.rollout.episodes.endpoint import Call, Endpoint, session_ended

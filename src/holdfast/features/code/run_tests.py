@@ -23,8 +23,8 @@ from typing import Any
 # Beside this file lies a package of ours; what else stands in its folder must not shadow the standard library.
 sys.path.append(str(Path(__file__).parents[3]))
 
-from holdfast.rewards.code.values import ACTS, Peer  # noqa: E402
-from holdfast.rewards.processes import kernel  # noqa: E402
+from holdfast.features.code.values import ACTS, Peer  # noqa: E402
+from holdfast.processes import kernel  # noqa: E402
 
 _SWEEP_SECONDS = 2.0  # not of patience.py: a judge starts for each program, and imports as little as it can
 _MOST_FILE_BYTES = 1 << 24

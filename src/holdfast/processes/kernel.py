@@ -1,4 +1,4 @@
-"""Linux system calls that end orphaned reward processes and isolate judged code. Standard library only.
+"""Linux system calls that end orphaned processes and isolate judged code. Standard library only.
 
 Without isolation, a process can read the environment and the memory of every process of the same user, including API
 keys of the shell that started the run. A Landlock domain (Linux 5.13 and later), or else a new user namespace, makes
