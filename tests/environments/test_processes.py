@@ -316,6 +316,30 @@ def test_half_of_a_surrogate_pair_reaches_no_tokenizer(start: Start) -> None:
     assert called.messages[1]["name"] == "sub\ufffd"
 
 
+def test_an_environment_that_talks_without_end_while_it_closes_is_ended(start: Start) -> None:
+    pool = start("""
+        import os
+        class World:
+            def begin(self, row):
+                return str(os.getpid())
+            def step(self, turn): ...
+            def close(self):
+                links = {n: f"/proc/self/fd/{n}" for n in range(3, 40) if os.path.exists(f"/proc/self/fd/{n}")}
+                channel = next(n for n, link in links.items() if "socket" in os.readlink(link))
+                while True: os.write(channel, b"\\2" + bytes(7) + b"{}")
+        """)  # fmt: skip
+    begun = after(pool).result
+    assert begun is not None
+
+    pool.leave(0)
+    pool.begin(1, {}, 5)
+
+    assert answer(pool).result is not None
+    assert wait_for(lambda: not is_alive(int(begun.messages[0]["content"])), 30)
+    pool.begin(2, {}, 5)
+    assert answer(pool).result is not None
+
+
 def test_a_worker_that_ended_when_its_time_did_gives_one_answer(tmp_path: Path) -> None:
     # Before the sockets: the kernel closes a new program's files a moment after it lets this process go on.
     pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setpgroup=0)

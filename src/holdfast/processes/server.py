@@ -172,6 +172,8 @@ class ForkServer:
 
     def _hear_the_rest(self, worker: Worker) -> bool:
         """Pass on what a worker has said, so that it is blamed for no more; return whether its channel is open."""
+        if worker.is_leaving:
+            return True  # it may say anything, without an end
         with contextlib.suppress(OSError, framing.BrokenChannel, ValueError):
             while self._listen(worker):
                 pass

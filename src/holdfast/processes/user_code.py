@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import random
 import sys
 import threading
 import traceback
@@ -19,6 +20,15 @@ from holdfast.text.shortening import shortened
 
 _SHOWN = 200
 _LIBRARY, _PACKAGES = str(Path(traceback.__file__).parent), "site-packages"
+
+
+def seed_generators(seed: int | str, array_seed: int) -> None:
+    """Seed Python's and NumPy's generators, so that what draws numbers draws the same in any process."""
+    random.seed(seed)
+    # NumPy is seeded only if it has been imported; an import here would take time and memory in every worker.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(array_seed % 2**32)
 
 
 class CannotStart(Exception):  # noqa: N818 - the name says what happened

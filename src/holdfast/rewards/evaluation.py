@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Mapping
 
+from holdfast.processes.user_code import seed_generators
 from holdfast.rewards.base import Sample, SampleOutcome, outcome_of, outcomes_of
 from holdfast.rewards.functions.signatures import BatchedCall, Bound, ConcurrentCall, One, PerSampleCall, event_loop
 
@@ -36,14 +35,14 @@ def evaluate(
     match bound:
         case PerSampleCall(call):
             for place, sample in samples.items():
-                seed(name, sample)
+                _seed(name, sample)
                 try:
                     outcome = outcome_of(call(sample))
                 except faults as error:  # the border to a user's function
                     outcome = failed(error)
                 tell(place, outcome)
         case BatchedCall(call):
-            seed(name, next(iter(samples.values())))
+            _seed(name, next(iter(samples.values())))
             outcomes: list[SampleOutcome | None]
             try:
                 outcomes = [*outcomes_of(call(list(samples.values())), len(samples))]
@@ -52,7 +51,7 @@ def evaluate(
             for place, each in zip(samples, outcomes, strict=True):
                 tell(place, each)
         case ConcurrentCall(call):
-            seed(name, next(iter(samples.values())))
+            _seed(name, next(iter(samples.values())))
             _evaluate_side_by_side(call, samples, tell, failed, faults)
 
 
@@ -78,10 +77,5 @@ def _evaluate_side_by_side(
     event_loop().run_until_complete(together())
 
 
-def seed(name: str, sample: Sample) -> None:
-    """Seed Python's and NumPy's generators, so that a random reward is the same in any process and after a restart."""
-    random.seed(f"{name}:{sample.sample_id}")
-    # NumPy is seeded only if it has been imported; an import here would take time and memory in every worker.
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(sample.sample_id % 2**32)
+def _seed(name: str, sample: Sample) -> None:
+    seed_generators(f"{name}:{sample.sample_id}", sample.sample_id)

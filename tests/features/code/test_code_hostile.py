@@ -13,8 +13,8 @@ import pytest
 
 from holdfast.config.sections.reward import CodeConfig
 from holdfast.features.code.folders import remove_tree
+from holdfast.features.code.isolation import confine
 from holdfast.features.code.reward import CodeReward
-from holdfast.processes.kernel import confine
 from holdfast.rewards.base import Sample
 from tests.rewards.conftest import Start, sample
 

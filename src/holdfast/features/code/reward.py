@@ -3,7 +3,7 @@
 Code and tests run in two processes that exchange only values (`run_tests.py`), so that code is rewarded for the values
 that it returns, and cannot pass tests by patching or reading what judges it. This is not a sandbox for hostile code: it
 runs as the current user, even as root, with access to files and network. The kernel denies it the environment and the
-memory of other processes where it can (`kernel.py`); resource limits contain accidents.
+memory of other processes where it can (`isolation.py`); resource limits contain accidents.
 """
 
 from __future__ import annotations
