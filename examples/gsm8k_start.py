@@ -59,7 +59,7 @@ def score_gold(rows: list[dict[str, str]]) -> None:
     """Score every row's own answer by the math reward, and print how many are right."""
     from holdfast.config.sections.reward import MathConfig, RewardPoolConfig
     from holdfast.rewards.base import Sample
-    from holdfast.rewards.processes.pool import RewardPool
+    from holdfast.rewards.pool import RewardPool
 
     samples = [
         Sample(number, row["question"], row["answer"], [], [], "stop", {"answer": row["answer"]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from multiprocessing import forkserver
 
-from holdfast.rewards.processes.kernel import die_with_parent
+from holdfast.processes.kernel import die_with_parent
 
 
 def end_with_tests() -> None:

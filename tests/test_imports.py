@@ -31,7 +31,7 @@ STARTERS = [
     "holdfast.features.cluster.submission",
 ]
 """Modules that a launcher or a command imports before it knows what it is asked."""
-OTHERS = {"holdfast.rewards.workers.worker", "holdfast.environments.supervisor"}
+OTHERS = {"holdfast.processes.worker", "holdfast.rewards.work", "holdfast.environments.work"}
 """Modules of processes that run a user's files without torch."""
 
 

@@ -2,7 +2,7 @@
 
 Read `patience.current` where a wait begins, never at import: tests replace it with shorter times before they fork the
 processes that they start. Two programs have constants of their own, because they import next to nothing in order to
-start in milliseconds: `rewards/code/run_tests.py` and the guard of `launch/processes.py`.
+start in milliseconds: `features/code/run_tests.py` and the guard of `launch/processes.py`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Patience:
     pool_close_seconds: float = 5.0
     """For reward workers to leave, before they are killed and again after it."""
     supervisor_tick_seconds: float = 0.2
-    """Between two looks of a supervisor at workers that are at work."""
+    """Between two looks of a fork server at workers that are at work."""
     supervisor_idle_tick_seconds: float = 1.0
     sign_of_life_seconds: float = 1.0
-    """Between two messages by which a supervisor tells its rank that it is alive."""
+    """Between two messages by which a fork server tells its rank that it is alive."""
     supervisor_kill_seconds: float = 2.0
     """Longest wait for processes that were killed."""
 

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
 from holdfast.rewards.base import Sample
-from holdfast.rewards.processes.pool import RewardPool
+from holdfast.rewards.pool import RewardPool
 from holdfast.training.policy.rewards import RewardLog
 from tests.cli.fixtures import TINY, write_run
 from tests.cli.warm import Done, WarmPython, run

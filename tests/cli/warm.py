@@ -29,8 +29,7 @@ from typing import Any
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
 # What runs rewards or environments speaks through its input, without torch; a launcher's guard is fast as it is.
-without_torch = {{"holdfast.rewards.workers.worker", "holdfast.environments.supervisor"}}
-if without_torch & set(sys.argv) or sys.argv[1] in ("-I", "-c"):
+if "holdfast.processes.worker" in sys.argv or sys.argv[1] in ("-I", "-c"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})

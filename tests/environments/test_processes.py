@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import socket
 import textwrap
@@ -17,12 +18,11 @@ import pytest
 from holdfast import patience
 from holdfast.config.sections.environment import EnvironmentConfig
 from holdfast.environments.base import ToolCall, Turn
-from holdfast.environments.instances import EnvironmentSource
 from holdfast.environments.pool import Answer, EnvironmentPool
-from holdfast.environments.supervisor import Supervisor
-from holdfast.environments.workers import Worker
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.rewards.processes import framing
+from holdfast.processes import framing
+from holdfast.processes.forks import Work, Worker
+from holdfast.processes.server import ForkServer
 from tests.environments.conftest import Start
 from tests.rewards.conftest import is_alive, wait_for
 
@@ -316,6 +316,30 @@ def test_half_of_a_surrogate_pair_reaches_no_tokenizer(start: Start) -> None:
     assert called.messages[1]["name"] == "sub\ufffd"
 
 
+def test_an_environment_that_talks_without_end_while_it_closes_is_ended(start: Start) -> None:
+    pool = start("""
+        import os
+        class World:
+            def begin(self, row):
+                return str(os.getpid())
+            def step(self, turn): ...
+            def close(self):
+                links = {n: f"/proc/self/fd/{n}" for n in range(3, 40) if os.path.exists(f"/proc/self/fd/{n}")}
+                channel = next(n for n, link in links.items() if "socket" in os.readlink(link))
+                while True: os.write(channel, b"\\2" + bytes(7) + b"{}")
+        """)  # fmt: skip
+    begun = after(pool).result
+    assert begun is not None
+
+    pool.leave(0)
+    pool.begin(1, {}, 5)
+
+    assert answer(pool).result is not None
+    assert wait_for(lambda: not is_alive(int(begun.messages[0]["content"])), 30)
+    pool.begin(2, {}, 5)
+    assert answer(pool).result is not None
+
+
 def test_a_worker_that_ended_when_its_time_did_gives_one_answer(tmp_path: Path) -> None:
     # Before the sockets: the kernel closes a new program's files a moment after it lets this process go on.
     pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setpgroup=0)
@@ -323,11 +347,12 @@ def test_a_worker_that_ended_when_its_time_did_gives_one_answer(tmp_path: Path) 
     ours.setblocking(False)
     theirs.close()
     (requests, _), (replies, replying) = os.pipe(), os.pipe()
-    settings = {"timeout_seconds": 1.0, "memory_mib": 64}
-    supervisor = Supervisor(EnvironmentSource({}, {}), settings, requests, replying)
-    supervisor._workers[4] = Worker(pid, 4, ours, deadline=time.monotonic() - 1)
+    server = ForkServer(Work({}, lambda *_: None, lambda _: False), requests, replying)
+    server._workers[pid] = Worker(pid, 4, ours, missing=1, deadline=time.monotonic() - 1)
+    server._selector.register(ours, selectors.EVENT_READ)
 
-    supervisor._end_the_overdue()
+    server._end_the_overdue()
+    server._flush()
 
     answers = list(framing.MessageReader().feed(os.read(replies, 1 << 16)))
     assert [json.loads(message)["fault"] for message in answers] == ["died"]

@@ -19,7 +19,7 @@ RANK = """
     from pathlib import Path
     from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
     from holdfast.rewards.base import Sample
-    from holdfast.rewards.processes.pool import RewardPool
+    from holdfast.rewards.pool import RewardPool
 
     here = Path(os.environ["TEST_DIR"])
     def noted(pid):

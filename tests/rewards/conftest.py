@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config.sections.reward import Reward, RewardPoolConfig, UserRewardConfig
 from holdfast.rewards.base import Sample
-from holdfast.rewards.processes.pool import RewardPool
+from holdfast.rewards.pool import RewardPool
 
 Start = Callable[..., RewardPool]
 

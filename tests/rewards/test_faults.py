@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 
@@ -13,7 +15,8 @@ import pytest
 
 from holdfast.config.sections.reward import FormatConfig, RewardPoolConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.rewards.processes.pool import RewardPool
+from holdfast.rewards.base import SampleOutcome
+from holdfast.rewards.pool import RewardPool
 from tests.rewards.conftest import Start, is_alive, sample, samples, user, wait_for
 
 SLEEPS = """
@@ -547,3 +550,65 @@ def test_a_full_disk_loses_what_is_printed_and_nothing_else(tmp_path: Path) -> N
     assert [each.reward for each in found] == [1.0, None, None, 1.0]
     assert "raised ValueError: no such answer" in found[1].message
     assert "wrote into the channel of its worker" in found[2].message
+
+
+TRUE = {**asdict(SampleOutcome(7.0)), "value": 7.0}
+LIES = {
+    "another's place": {"place": 5, "outcome": TRUE},
+    "a negative place": {"place": -1, "outcome": TRUE},
+    "a split of one": {"place": 0, "outcome": None},
+    "no place": {"outcome": TRUE},
+    "a text for a number": {"place": 0, "outcome": {**TRUE, "value": "7"}},
+    "a text in its parts": {"place": 0, "outcome": {**TRUE, "parts": {"a": "7"}}},
+    "an unknown fault": {"place": 0, "outcome": {**TRUE, "fault": "bogus"}},
+    "an unknown field": {"place": 0, "outcome": {**TRUE, "bogus": 1}},
+    "no outcome": {"place": 0, "outcome": 7},
+    "no mapping": [0, TRUE],
+}
+
+
+@pytest.mark.parametrize("form", ["def reward(completion): return act([completion])[0]",
+                                  "def reward(completions): return act(completions)",
+                                  "async def reward(completion): return act([completion])[0]"])  # fmt: skip
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_in_the_channel_costs_its_sample_alone(start: Start, lie: str, form: str) -> None:
+    payload = json.dumps(LIES[lie]).encode()
+    pool = start(f"""
+        import os
+        def act(completions):
+            if "lies" in completions: os.write(channel(), {len(payload).to_bytes(8, "little") + payload!r})
+            return [len(each) for each in completions]
+        def channel():
+            links = {{n: f"/proc/self/fd/{{n}}" for n in range(3, 20) if os.path.exists(f"/proc/self/fd/{{n}}")}}
+            return max(n for n, link in links.items() if "socket" in os.readlink(link))  # lower ones: an event loop's
+        {form}
+        """, workers=1, batch_size=1)  # fmt: skip
+
+    found = pool.score(samples("a", "lies", "cc"))
+    again = pool.score(samples("a", "bb"))
+
+    assert [each.reward for each in found] == [1.0, None, 2.0]
+    assert "wrote into the channel of its worker" in found[1].message
+    assert [each.reward for each in again] == [1.0, 2.0]
+
+
+def test_an_outcome_that_is_told_twice_costs_one_sample_of_its_task(start: Start) -> None:
+    pool = start("""
+        import json, os
+        def reward(completion, sample_id):
+            if completion == "lies":
+                payload = json.dumps({"place": 0, "outcome": TRUE}).encode()
+                for _ in range(40): os.write(channel(), len(payload).to_bytes(8, "little") + payload)
+            return len(completion)
+        def channel():
+            links = {n: f"/proc/self/fd/{n}" for n in range(3, 20) if os.path.exists(f"/proc/self/fd/{n}")}
+            return next(n for n, link in links.items() if "socket" in os.readlink(link))
+        TRUE = """ + repr(TRUE), workers=1)  # fmt: skip
+
+    found = pool.score(samples(*"abcdefgh", "lies", "ii", "jj", "k", "l", "m", "n", "o"))
+
+    assert [each.reward for each in found if each.message == ""] == [*[1.0] * 8, 7.0, 2.0, *[1.0] * 5]
+    assert [each.message[:52] for each in found if each.message] == [
+        "reward reward wrote into the channel of its worker; "
+    ]
+    assert pool.score(samples("a"))[0].reward == 1.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.rewards.processes.pool import RewardPool
+from holdfast.rewards.pool import RewardPool
 from tests.rewards.conftest import Start, sample, samples, started, user
 
 RETURNS = """

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.sections.reward import RewardPoolConfig
-from holdfast.rewards.processes import framing
-from holdfast.rewards.processes.pool import RewardPool
+from holdfast.processes import framing
+from holdfast.rewards.pool import RewardPool
 from tests.rewards.conftest import Start, is_alive, samples, user, wait_for
 
 RANK = """
@@ -25,7 +25,7 @@ RANK = """
     from pathlib import Path
     from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
     from holdfast.rewards.base import Sample
-    from holdfast.rewards.processes.pool import RewardPool
+    from holdfast.rewards.pool import RewardPool
 
     here = Path(sys.argv[1])
     config = RewardPoolConfig(workers=2, timeout_seconds=600)
@@ -133,7 +133,7 @@ def test_a_worker_holds_no_heavy_library(start: Start) -> None:
 def test_the_worker_module_imports_alone() -> None:
     code = """
 import sys
-import holdfast.rewards.workers.worker
+import holdfast.processes.worker, holdfast.rewards.work
 print(sorted({"torch", "numpy", "transformers", "pydantic", "tenacity", "asyncio"} & set(sys.modules)))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

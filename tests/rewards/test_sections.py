@@ -12,7 +12,7 @@ from holdfast.config.base import Section
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.reward import Reward, RewardPoolConfig
 from holdfast.errors import ConfigError
-from holdfast.rewards.processes.pool import RewardPool
+from holdfast.rewards.pool import RewardPool
 
 
 class Root(Section):

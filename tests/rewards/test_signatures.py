@@ -10,7 +10,7 @@ import pytest
 from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
 from holdfast.errors import ConfigError
 from holdfast.rewards.base import RunProgress, Sample
-from holdfast.rewards.processes.pool import RewardPool
+from holdfast.rewards.pool import RewardPool
 from tests.rewards.conftest import Start, sample, samples, user
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"

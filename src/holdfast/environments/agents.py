@@ -15,9 +15,8 @@ from typing import Any
 
 from holdfast.environments.base import Malformed, StepResult, number_of, result_of
 from holdfast.environments.forms import Form
-from holdfast.environments.instances import SUBJECT, EnvironmentSource, Kind, seed_worker
-from holdfast.rewards.base import CannotStart
-from holdfast.rewards.scorers import load_name
+from holdfast.environments.instances import SUBJECT, EnvironmentSource, Kind
+from holdfast.processes.user_code import CannotStart, load_name, seed_generators
 
 _BASE_URL, _API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 """What OpenAI's clients read."""
@@ -40,7 +39,7 @@ class AgentSource(EnvironmentSource):
             Malformed: It returned something else than a reward.
         """
         assert self.agent is not None
-        seed_worker(seed)
+        seed_generators(seed, seed)
         value = Form(None).awaited(self.agent(row, base_url, api_key, **self.kwargs))
         if value is None:
             return StepResult(done=True)

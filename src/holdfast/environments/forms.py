@@ -21,7 +21,7 @@ from holdfast.environments.base import (
     result_of,
 )
 from holdfast.environments.tools import CallMistake, Tool, UnknownTool, arguments_of
-from holdfast.rewards.base import describe_error
+from holdfast.processes.user_code import describe_error
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 

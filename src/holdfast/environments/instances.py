@@ -6,8 +6,6 @@ A user's file is imported here.
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,8 +26,7 @@ from holdfast.environments.base import (
 )
 from holdfast.environments.forms import Form, FormOfGymnasium, FormOfTRL
 from holdfast.environments.tools import CallMistake, Tool, UnknownTool, tool_of
-from holdfast.rewards.base import CannotStart, describe_error
-from holdfast.rewards.scorers import load_name
+from holdfast.processes.user_code import CannotStart, describe_error, load_name, seed_generators
 
 SUBJECT = "environment"
 _PROTOCOL = ("begin", "step", "close")
@@ -78,7 +75,7 @@ class EnvironmentSource:
         Raises:
             Malformed: The row names none that is there.
         """
-        seed_worker(seed)
+        seed_generators(seed, seed)
         name = kind_of(row, self.kinds)
         kind = self.kinds[name]
         form = kind.form(None if kind.make is None else kind.make(**self.kwargs))
@@ -246,11 +243,3 @@ class Instance:
         if call.name not in self._tools:
             raise UnknownTool(call.name, tuple(self._tools))
         return self._form.run(self._tools[call.name], call)
-
-
-def seed_worker(seed: int) -> None:
-    """Make what draws numbers draw the same in any worker and after any restart."""
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)

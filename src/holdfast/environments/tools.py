@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from holdfast.environments.base import ToolCall
 from holdfast.environments.schemas import schema_of, words_for
-from holdfast.rewards.base import CannotStart
+from holdfast.processes.user_code import CannotStart
 
 _ARGUMENT = re.compile(r"^(\s*)(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)

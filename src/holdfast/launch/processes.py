@@ -4,9 +4,9 @@ Invariant: however the launcher ends, SIGKILL included, no process that it start
 
 A process belongs to a launch if its environment contains the launch directory, if it is in the process group or session
 of a rank, or if it descends from a process that belongs. A program that a reward starts with an empty environment in a
-new session is only a descendant; if its parent ends, the supervisor of reward workers
-(holdfast.rewards.workers.supervisor) becomes its parent. For this reason all processes are stopped with SIGSTOP, until
-no new descendant appears, before any is killed: if the supervisor were killed first, its orphans would pass to init,
+new session is only a descendant; if its parent ends, the fork server of reward workers
+(holdfast.processes.server) becomes its parent. For this reason all processes are stopped with SIGSTOP, until
+no new descendant appears, before any is killed: if the server were killed first, its orphans would pass to init,
 where nothing shows to which launch they belong. Orphans of a rank itself are not found, since ranks adopt none.
 
 Run as a program, this file is the *guard*: a process in another session that waits until the launcher's end of a pipe

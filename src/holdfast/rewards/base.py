@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from holdfast.text.escaping import error_words
+from holdfast.processes.user_code import describe_raised
 from holdfast.text.shortening import shortened
 
 LARGEST = 1e30
@@ -95,14 +93,9 @@ class MissingArgument(LookupError):
     """A parameter of a reward function for which neither the row, nor the sample, nor the kwargs have a value."""
 
 
-class CannotStart(Exception):  # noqa: N818 - the name says what happened
-    """A reward cannot work in this environment; the message is a paragraph for the user."""
-
-
 VALUE_KEYS = ("reward", "overall", "score")
 """Keys of a dict that hold the reward, the first one present; EasyR1 writes `overall`, verl `score`."""
 _SHOWN = 200
-_LIBRARY, _PACKAGES = str(Path(traceback.__file__).parent), "site-packages"
 
 
 def outcome_of(result: object) -> SampleOutcome:
@@ -150,18 +143,7 @@ def outcome_of_exception(error: BaseException) -> SampleOutcome:
     """Return the outcome of a call that raised: what, and in which line of whose file."""
     if isinstance(error, MissingArgument):
         return _error(f"cannot be called: {error}")
-    frames = traceback.extract_tb(error.__traceback__)
-    # The innermost line that is not in a library: the one its author knows.
-    user_frames = [
-        frame for frame in frames if not frame.filename.startswith(("<", _LIBRARY)) and _PACKAGES not in frame.filename
-    ]
-    origin = f" ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})" if user_frames else ""
-    return _error(f"raised {describe_error(error)}{origin}")
-
-
-def describe_error(error: BaseException) -> str:
-    """Return an exception's name and text, cut to a line."""
-    return shortened(error_words(error), _SHOWN)
+    return _error(describe_raised(error))
 
 
 def _of_value(value: object) -> SampleOutcome:

@@ -12,31 +12,17 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from holdfast.config.sections.reward import Reward, RewardPoolConfig
 from holdfast.errors import ConfigError
-from holdfast.rewards.base import (
-    CannotStart,
-    Sample,
-    SampleOutcome,
-    Scored,
-    outcome_of,
-    outcome_of_exception,
-    outcomes_of,
-)
+from holdfast.processes.user_code import CannotStart
+from holdfast.rewards.base import Sample, SampleOutcome, Scored, outcome_of_exception
 from holdfast.rewards.combine import combine
-from holdfast.rewards.functions.signatures import (
-    BatchedCall,
-    Bound,
-    ConcurrentCall,
-    Many,
-    PerSampleCall,
-    bind,
-    event_loop,
-)
+from holdfast.rewards.evaluation import evaluate
+from holdfast.rewards.functions.signatures import BatchedCall, Bound, bind
 
 T = TypeVar("T")
 _FAULTS = (Exception, SystemExit, asyncio.CancelledError)
@@ -90,15 +76,19 @@ class InProcessRewards:
         ]
 
     def _outcomes(self, bound: Bound, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
+        outcomes: dict[int, SampleOutcome | None] = {}
+
+        def ask(places: Sequence[int]) -> None:
+            asked = {place: samples[place] for place in places}
+            evaluate(bound, name, asked, outcomes.__setitem__, outcome_of_exception, _FAULTS)
+
         size = self._config.batch_size
-        batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-        match bound:
-            case PerSampleCall(call):
-                return [_each(call, name, sample) for sample in samples]
-            case BatchedCall(call):
-                return [outcome for batch in batches for outcome in _batch(call, name, batch)]
-            case ConcurrentCall(call):
-                return [outcome for batch in batches for outcome in _concurrent(call, name, batch)]
+        with _own_randomness():
+            for start in range(0, len(samples), size):
+                ask(range(start, min(start + size, len(samples))))
+                for place in [place for place, outcome in outcomes.items() if outcome is None]:
+                    ask([place])
+        return [outcome for _, outcome in sorted(outcomes.items()) if outcome is not None]
 
 
 def _bind(function: Callable[..., object], name: str) -> Bound:
@@ -109,45 +99,10 @@ def _bind(function: Callable[..., object], name: str) -> Bound:
     return bind(function, {}, name)
 
 
-def _each(call: Callable[[Sample], Any], name: str, sample: Sample) -> SampleOutcome:
-    with _randomness_of(name, sample):
-        try:
-            return outcome_of(call(sample))
-        except _FAULTS as error:  # the border to a user's function
-            return outcome_of_exception(error)
-
-
-def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
-    """Call a function with several samples; if it raises, with each alone, so that only the faulty sample fails."""
-    with _randomness_of(name, samples[0]):
-        try:
-            return outcomes_of(call(samples), len(samples))
-        except _FAULTS as error:
-            if len(samples) == 1:
-                return [outcome_of_exception(error)]
-    return [outcome for sample in samples for outcome in _batch(call, name, [sample])]
-
-
-def _concurrent(call: Callable[[Sample], Any], name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
-    async def one(sample: Sample) -> SampleOutcome:
-        try:
-            return outcome_of(await call(sample))
-        except _FAULTS as error:
-            return outcome_of_exception(error)
-
-    async def together() -> list[SampleOutcome]:
-        return list(await asyncio.gather(*(one(sample) for sample in samples)))
-
-    with _randomness_of(name, samples[0]):
-        return event_loop().run_until_complete(together())
-
-
 @contextmanager
-def _randomness_of(name: str, sample: Sample) -> Iterator[None]:
-    """Let a function that draws numbers draw the same after a restart, and leave the run's own generators alone."""
+def _own_randomness() -> Iterator[None]:
+    """Leave the run's own generators alone: functions that draw numbers are seeded."""
     state, array_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the one that users draw from
-    random.seed(f"{name}:{sample.sample_id}")
-    np.random.seed(sample.sample_id % 2**32)  # noqa: NPY002
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """The math reward: math-verify, called in a worker that can be killed.
 
 The time-outs of math-verify use SIGALRM, which fails outside of the main thread, so that every completion would score
-0. They are switched off here; the supervisor kills a worker that takes too long.
+0. They are switched off here; the fork server kills a worker that takes too long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from holdfast.rewards.base import CannotStart, Sample, describe_error
+from holdfast.processes.user_code import CannotStart, describe_error
+from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.final_answers import (
     MarkedAnswer,
     PlainNumber,

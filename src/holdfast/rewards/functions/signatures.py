@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from holdfast.rewards.base import CannotStart, MissingArgument, Sample
+from holdfast.processes.user_code import CannotStart
+from holdfast.rewards.base import MissingArgument, Sample
 
 if TYPE_CHECKING:
     import asyncio

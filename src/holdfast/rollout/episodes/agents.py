@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.data.tokens.chat_template import RENDERING_ERRORS, TemplateRefuses
 from holdfast.environments.base import Message, StepResult
 from holdfast.environments.pool import Answer, EnvironmentPool
-from holdfast.rewards.base import describe_error
+from holdfast.processes.user_code import describe_error
 from holdfast.rollout.engine import Interrupted, Sampled
 from holdfast.rollout.episodes.chat_calls import (
     CallRefused,

@@ -18,7 +18,7 @@ from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number, outcome_of_exception
 from holdfast.rewards.combine import combine
 from holdfast.rewards.in_process import InProcessRewards
-from holdfast.rewards.processes.pool import RewardPool
+from holdfast.rewards.pool import RewardPool
 from holdfast.training.directory import LOGS, is_run
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.run import Score

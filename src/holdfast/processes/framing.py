@@ -74,7 +74,7 @@ def read_frame(descriptor: int, deadline: float | None = None, most_bytes: int |
 def _read_exactly(descriptor: int, size: int, deadline: float | None) -> bytes | None:
     pieces: list[bytes] = []
     while size > 0:
-        if deadline is not None and not _is_readable(descriptor, max(0.0, deadline - time.monotonic())):
+        if deadline is not None and not is_readable(descriptor, max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         piece = os.read(descriptor, min(size, _CHUNK_BYTES))
         if not piece:
@@ -84,7 +84,8 @@ def _read_exactly(descriptor: int, size: int, deadline: float | None) -> bytes |
     return b"".join(pieces)
 
 
-def _is_readable(descriptor: int, seconds: float) -> bool:
+def is_readable(descriptor: int, seconds: float) -> bool:
+    """Wait for bytes, or the end, in one go; return whether they came in time."""
     poll = select.poll()  # select.select takes no descriptor above 1023
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(math.ceil(1000 * seconds)))

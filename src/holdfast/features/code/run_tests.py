@@ -23,8 +23,9 @@ from typing import Any
 # Beside this file lies a package of ours; what else stands in its folder must not shadow the standard library.
 sys.path.append(str(Path(__file__).parents[3]))
 
-from holdfast.rewards.code.values import ACTS, Peer  # noqa: E402
-from holdfast.rewards.processes import kernel  # noqa: E402
+from holdfast.features.code import isolation  # noqa: E402
+from holdfast.features.code.values import ACTS, Peer  # noqa: E402
+from holdfast.processes import kernel  # noqa: E402
 
 _SWEEP_SECONDS = 2.0  # not of patience.py: a judge starts for each program, and imports as little as it can
 _MOST_FILE_BYTES = 1 << 24
@@ -48,7 +49,7 @@ def main() -> None:
             os._exit(0)  # threads and exit handlers of the code are not waited for
     theirs.close()
     kernel.adopt_orphans()
-    kernel.hide()
+    isolation.hide()
     order = json.load(sys.stdin)
     _silence()
     signal.signal(signal.SIGALRM, lambda *_: _end(answer, 0))
@@ -113,7 +114,7 @@ def serve_code(channel: int) -> None:
     # them.
     os.setsid()
     kernel.die_with_parent()
-    kernel.confine()
+    isolation.confine()
     peer = Peer(channel, ACTS)
     order = peer.receive()
     if order is None:

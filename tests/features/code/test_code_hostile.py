@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.sections.reward import CodeConfig
+from holdfast.features.code.folders import remove_tree
+from holdfast.features.code.isolation import confine
+from holdfast.features.code.reward import CodeReward
 from holdfast.rewards.base import Sample
-from holdfast.rewards.code.reward import CodeReward
-from holdfast.rewards.processes.folders import remove_tree
-from holdfast.rewards.processes.kernel import confine
 from tests.rewards.conftest import Start, sample
 
 TESTS = ["assert solve(2) == 4", "assert solve(3) == 9"]
@@ -283,7 +283,7 @@ def test_a_killed_worker_leaves_no_folder(start: Start, tmp_path: Path) -> None:
 
 def test_the_judge_starts_without_heavy_imports() -> None:
     code = (
-        "import sys, holdfast.rewards.code.run_tests; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
+        "import sys, holdfast.features.code.run_tests; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
     )
 
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

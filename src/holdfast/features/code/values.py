@@ -17,7 +17,7 @@ from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
-from holdfast.rewards.processes import framing
+from holdfast.processes import framing
 
 MODULES = frozenset(
     ("bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",

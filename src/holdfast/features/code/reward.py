@@ -3,7 +3,7 @@
 Code and tests run in two processes that exchange only values (`run_tests.py`), so that code is rewarded for the values
 that it returns, and cannot pass tests by patching or reading what judges it. This is not a sandbox for hostile code: it
 runs as the current user, even as root, with access to files and network. The kernel denies it the environment and the
-memory of other processes where it can (`kernel.py`); resource limits contain accidents.
+memory of other processes where it can (`isolation.py`); resource limits contain accidents.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from holdfast.features.code import folders
+from holdfast.features.code.names import TestNames, names_in_tests
+from holdfast.processes import kernel
 from holdfast.rewards.base import Sample
-from holdfast.rewards.code.names import TestNames, names_in_tests
 from holdfast.rewards.functions.rules import cell
-from holdfast.rewards.processes import folders, kernel
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _RUN_TESTS = Path(__file__).with_name("run_tests.py")
@@ -49,6 +50,10 @@ class CodeReward:
         share = passed / len(tests)
         return {"reward": share if self.grade == "share" else float(passed == len(tests)), "passed": share}
 
+    def clear(self, pid: int) -> None:
+        """Remove the folders that a killed process left."""
+        folders.remove_of(pid)
+
     def _passed(self, code: str, tests: Sequence[str], names: TestNames) -> int:
         """Run the code and its tests; return how many pass."""
         order = {
@@ -76,3 +81,9 @@ class CodeReward:
                 kernel.kill_with_group(process.pid)
                 process.communicate()
         return int(answer) if answer.isdigit() else 0
+
+
+def of_section(section: Mapping[str, Any]) -> CodeReward:
+    """Return the reward of a section; folders of processes that were killed are removed."""
+    folders.remove_abandoned()
+    return CodeReward(section["column"], section["grade"], section["timeout_seconds"], section["memory_mib"])

@@ -1,1 +1,0 @@
-"""Reward processes: message framing, scratch folders, confinement by the kernel, and the pool that a rank calls."""

@@ -1,1 +1,0 @@
-"""Call reward functions in supervised worker processes, or in this process."""
