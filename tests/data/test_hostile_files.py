@@ -15,7 +15,8 @@ from pyarrow import parquet
 from holdfast.data.content.images import ImageFiles
 from holdfast.data.rows.arrow_rows import open_parquet, scan_parquet
 from holdfast.data.rows.files import files_of_split
-from holdfast.data.rows.json_rows import JsonRows, scan_json
+from holdfast.data.rows.index import JsonRows
+from holdfast.data.rows.json_rows import scan_json
 from holdfast.errors import DataError
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.data.rows.json_rows import CHUNK_CHARACTERS, JsonRows, scan_json
+from holdfast.data.rows.index import JsonRows
+from holdfast.data.rows.json_rows import CHUNK_CHARACTERS, scan_json
 from holdfast.errors import DataError
 
 ROWS: list[dict[str, Any]] = [

@@ -37,7 +37,8 @@ from holdfast.data.rows.files import (
     split_off,
     tried,
 )
-from holdfast.data.rows.json_rows import BadRow, JsonRows, scan_json
+from holdfast.data.rows.index import JsonRows
+from holdfast.data.rows.json_rows import BadRow, scan_json
 from holdfast.data.tasks.synthetic import SyntheticSource, TaskRows
 from holdfast.errors import DataError
 from holdfast.files import open_regular
