@@ -1,6 +1,6 @@
 """Videos as lists of frames: sizes, patches, tokens and positions are those of transformers.
 
-Files of videos are in test_films.py; all else is refused.
+Files of videos are in tests/features/video; all else is refused.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.videos import VideoOptions, frame_size, seconds_of
 from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.videos import VideoOptions, frame_size, seconds_of
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.files.vision import image_side, load_image_processor, video_options

@@ -26,9 +26,8 @@ from holdfast.data.content.formats import (
     prompt_of,
     row_shape,
 )
-from holdfast.data.content.images import Content
+from holdfast.data.content.images import Content, Video
 from holdfast.data.content.lengths import Stretch, cut_to_length, example_of
-from holdfast.data.content.videos import Video
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat_mask import Masked, mask_conversation
 from holdfast.data.tokens.chat_template import ChatTemplate, PromptFormat, TemplateRefuses, template_text

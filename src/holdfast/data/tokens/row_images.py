@@ -12,18 +12,9 @@ from numpy.typing import NDArray
 
 from holdfast.config.sections.data import TextConfig
 from holdfast.data.content.formats import Conversation, PlainText
-from holdfast.data.content.images import (
-    PLACEHOLDERS,
-    C,
-    Content,
-    ImageFiles,
-    images_up_to,
-    place_images,
-)
+from holdfast.data.content.image_files import ImageFiles, pixel_digest
+from holdfast.data.content.images import PLACEHOLDERS, C, Content, Frames, Video, images_up_to, place_images
 from holdfast.data.content.lengths import Stretch
-from holdfast.data.content.pixels import pixel_digest
-from holdfast.data.content.video_files import decoded
-from holdfast.data.content.videos import Video
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.marks import with_marks
 from holdfast.data.tokens.vision import ImageSide, PreparedImage
@@ -123,13 +114,12 @@ class RowImages:
         self._last = (images, tuple(prepared), tuple(opened))
         return self._last[1:]
 
-    def _frames(self, video: Video, name: str, side: ImageSide) -> tuple[Sequence[Any], float]:
-        """Return a video's frames as PIL images, and how many of them belong to a second."""
+    def _frames(self, video: Video, name: str, side: ImageSide) -> Frames:
         fps = side.video_fps if video.fps is None else video.fps
         if video.film is not None:
-            film = decoded(self._files.film(video, name), fps, self._text.max_frames, name)
-            return film.frames, film.fps
-        return [self._files.open(frame, f"{name}, frame {count}") for count, frame in enumerate(video.frames)], fps
+            return self._files.film(video, name).frames(fps, self._text.max_frames)
+        opened = [self._files.open(frame, f"{name}, frame {count}") for count, frame in enumerate(video.frames)]
+        return Frames(opened, fps)
 
     def unread(self, tokens: Sequence[int], content: Content, row_name: str) -> PromptImages | None:
         """Return the images of a sequence, not yet expanded, as a processor elsewhere gets them; None for none.

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from holdfast.data.content.grids import grid_positions
 from holdfast.data.content.lengths import Grid, ImageSpan, Stretch, example_of, joined_inputs
 from holdfast.data.content.model_inputs import array_arguments, flattened
-from holdfast.data.content.videos import VideoOptions, frame_size, patches_of, seconds_of
 from holdfast.data.content.vision_families import Inputs, VideoFamily, VisionFamily, image_marks, video_token
 from holdfast.data.tokens.derivation import (
     FAILURES,
@@ -33,6 +32,7 @@ from holdfast.data.tokens.derivation import (
     pixel_bounds,
     refuse_other_patches,
 )
+from holdfast.data.tokens.videos import VideoOptions, frame_size, patches_of, seconds_of
 from holdfast.errors import DataError, ModelError
 from holdfast.types import Example
 

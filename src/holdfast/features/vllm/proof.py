@@ -22,8 +22,8 @@ from torch import Tensor
 
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
+from holdfast.data.content.image_files import png_url
 from holdfast.data.content.lengths import Stretch, example_of
-from holdfast.data.content.pixels import png_url
 from holdfast.data.tokens.marks import with_marks
 from holdfast.data.tokens.vision import ImageSide, probe_images
 from holdfast.errors import RunStopped

@@ -13,9 +13,9 @@ from torch import nn
 
 from holdfast.config.sections.data import TextConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.videos import VideoOptions
 from holdfast.data.content.vision_families import may_see, rules_of
 from holdfast.data.tokens.derivation import NoImageRules
+from holdfast.data.tokens.videos import VideoOptions
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.files import read_json

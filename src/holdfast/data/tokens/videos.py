@@ -1,4 +1,4 @@
-"""Videos in rows, as lists of frames or as files, and the conversion of frames to patches.
+"""The frames of a video as patches.
 
 transformers' video processors need torchvision. They resize all frames to one size within bounds, and cut patches that
 extend over neighbouring frames; this module does the same with the family's image processor.
@@ -9,40 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.data.content.vision_families import VideoFamily
-from holdfast.errors import DataError
-
-_KEYS = ("frames", "bytes", "path")
-"""Of a mapping; `datasets` stores films with the last two."""
-
-_UNREAD = {
-    *("video_start", "video_end", "nframes", "min_frames", "max_frames"),
-    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
-}
-"""Keys by which qwen-vl-utils would choose other frames or sizes."""
 
 _WIDEST = 200
 """Sides of a frame may differ by this factor, as transformers has it."""
-
-
-@dataclass(frozen=True)
-class Video:
-    """One video of a row."""
-
-    frames: tuple[Any, ...]
-    """Each what an image is: a path, the bytes of a file, a PIL image. None for a film."""
-    fps: float | None
-    """Frames of a second that are in the list, or that are taken of a film; None: what `data.video_fps` says."""
-    original: Any
-    """As the row has it, by which two contents of a row know that they share it."""
-    film: str | bytes | Path | None = None
-    """A file to decode, or its bytes."""
 
 
 @dataclass(frozen=True)
@@ -54,57 +29,6 @@ class VideoOptions:
     max_pixels: int | None = None
     size: Mapping[str, int] | None = None
     """Bounds in pixels (`shortest_edge`, `longest_edge`) of the model's own file; None: those of its images."""
-
-
-def video_of(content: Any, video_name: str, fps: Any = None) -> Video:
-    """Return a video as a row holds it.
-
-    Args:
-        content: A list of frames, or a mapping with `frames`; the path of a film, its bytes, or a mapping with `bytes`
-            or `path`. A mapping may have `fps`.
-        video_name: What an error calls it.
-        fps: Where `content` has none.
-
-    Raises:
-        DataError: It is none of these, or empty, its rate is not a number above 0, or as `refuse_unread`.
-    """
-    frames = content
-    if isinstance(content, Mapping):
-        refuse_unread(content, video_name)
-        frames = next((content[key] for key in _KEYS if content.get(key) is not None), None)
-        fps = content.get("fps", fps)
-    is_film = isinstance(frames, str | bytes | Path)
-    if not is_film and not isinstance(frames, Sequence):
-        raise DataError(
-            f"{video_name} is a {type(content).__name__}; a video is a list of frames, or a film: the path of a file, "
-            "or its bytes."
-        )
-    if not is_film and not len(frames):
-        raise DataError(f"{video_name} has no frames. Remove it and its place in the text.")
-    rate = _rate_of(fps, video_name)
-    return Video((), rate, content, frames) if is_film else Video(tuple(frames), rate, content)
-
-
-def refuse_unread(keys: Mapping[str, Any], video_name: str) -> None:
-    """Raise where a row says of a video what is not followed.
-
-    Raises:
-        DataError: It has a key that would change which frames are taken, or their size.
-    """
-    unread = [key for key in keys if key in _UNREAD and keys[key] is not None]
-    if unread:
-        raise DataError(
-            f"{video_name}: {', '.join(unread)} of a video are not read. Cut the file, or set data.max_frames, "
-            "data.video_fps or the bounds of pixels (data.video_min_pixels, data.video_max_pixels)."
-        )
-
-
-def _rate_of(fps: Any, video_name: str) -> float | None:
-    if fps is None:
-        return None
-    if isinstance(fps, bool) or not (isinstance(fps, int | float) and 0 < fps < 1e9):
-        raise DataError(f"{video_name} has fps={fps!r}; it is the number of its frames that belong to one second.")
-    return float(fps)
 
 
 def frame_size(family: VideoFamily, count: int, width: int, height: int, unit: int, bounds: tuple[int, int]) -> Any:
