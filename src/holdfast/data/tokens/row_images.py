@@ -15,9 +15,9 @@ from holdfast.data.content.formats import Conversation, PlainText
 from holdfast.data.content.image_files import ImageFiles, pixel_digest
 from holdfast.data.content.images import PLACEHOLDERS, C, Content, Frames, Video, images_up_to, place_images
 from holdfast.data.content.lengths import Stretch
+from holdfast.data.content.model_inputs import PreparedImage
 from holdfast.data.rows.rows import Row
-from holdfast.data.tokens.marks import with_marks
-from holdfast.data.tokens.vision import ImageSide, PreparedImage
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.types import PromptImages
 
@@ -71,9 +71,8 @@ class RowImages:
                 f"{row_name} has a video of {longest} frames, more than data.max_frames={limit}. Raise it, or take "
                 "fewer frames out of the video and lower data.video_fps with them."
             )
-        refusal = self._side.why_no_videos() if videos and not isinstance(self._side, str) else ""
-        if refusal:
-            raise DataError(f"{row_name} has a video, and {refusal}. Remove the row.")
+        if videos and not isinstance(self._side, str) and isinstance(self._side.videos, str):
+            raise DataError(f"{row_name} has a video, and {self._side.videos}. Remove the row.")
         return content
 
     def prepared(self, content: Content, row_name: str, *, one_sequence: bool = False) -> PreparedImages:
@@ -106,7 +105,7 @@ class RowImages:
         for number, image in enumerate(images):
             name = f"{row_name}, {'video' if isinstance(image, Video) else 'image'} {number}"
             if isinstance(image, Video):
-                prepared.append(side.prepare_video(*self._frames(image, name, side), name))
+                prepared.append(side.prepare_video(self._frames(image, name, side), name))
                 opened.append(None)
             else:
                 opened.append(self._files.open(image, name))
@@ -125,12 +124,12 @@ class RowImages:
         """Return the images of a sequence, not yet expanded, as a processor elsewhere gets them; None for none.
 
         Raises:
-            DataError: As `prepared` and `with_marks`.
+            DataError: As `prepared` and `ImageSide.marked`.
         """
         if isinstance(self._side, str) or not content.images:
             return None
         _, opened = self._opened(content.images, row_name, self._side)
-        marked = np.asarray(with_marks(self._side, tokens, row_name), dtype=np.int64)
+        marked = np.asarray(self._side.marked(tokens, row_name), dtype=np.int64)
         digests = tuple("" if image is None else pixel_digest(image) for image in opened)
         return PromptImages(marked, tuple(content.images), digests)
 
@@ -141,9 +140,8 @@ class RowImages:
         are_videos = [isinstance(image, Video) for image in content.images]
         marks = {} if all(are_videos) else {PLACEHOLDERS["image"]: self._side.family.placeholder}
         if any(are_videos):
-            video = self._side.family.video
-            assert video is not None
-            marks = {PLACEHOLDERS["video"]: video.placeholder} | marks
+            assert not isinstance(self._side.videos, str)
+            marks = {PLACEHOLDERS["video"]: self._side.videos.family.placeholder} | marks
         if isinstance(content, PlainText):
             return replace(content, text=_written(content.text, marks))
         return replace(content, prompt=_written(content.prompt, marks), completion=_written(content.completion, marks))
