@@ -30,9 +30,9 @@ from tests.films import film, smooth  # noqa: E402
 from tests.vision_released import FAMILIES, parts  # noqa: E402
 
 from holdfast.config.sections.data import DataConfig  # noqa: E402
-from holdfast.data.content.video_files import decoded  # noqa: E402
 from holdfast.data.tokens.chat import RowTokeniser  # noqa: E402
 from holdfast.data.tokens.vision import ImageSide  # noqa: E402
+from holdfast.features.video.films import FilmFile  # noqa: E402
 from holdfast.models.files.processors import whole_processor  # noqa: E402
 
 COMPARED = 16
@@ -107,7 +107,7 @@ def main() -> None:
         title = f"{kind}: a row over its processor's own call of {milliseconds(turn[f'processor_{kind}'])} ms"
         verdicts.at_most_over_all(ROW_OVER_PROCESSOR, title, f"row_{kind}", f"processor_{kind}", "seconds")
     file = film(smooth(50, 1080, 1920), "mov", rate=25)
-    rates = {fps: seconds_of(partial(decoded, file, fps, None, "a film"))[0] for fps in (2.0, 25.0)}
+    rates = {fps: seconds_of(partial(FilmFile(file, "a film").frames, fps, None))[0] for fps in (2.0, 25.0)}
     told = ", ".join(f"{50 / seconds:.0f} frames a CPU second at fps={fps:g}" for fps, seconds in rates.items())
     print(f"H.264 of 1,920 x 1,080 pixels and 25 frames a second, two seconds: {told}")
     sys.exit(missed or verdicts.missed)

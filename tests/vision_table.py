@@ -14,8 +14,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.vision_families import attends_both_ways
 from holdfast.data.tasks.synthetic import character_tokenizer
+from holdfast.data.tokens.processor import attends_both_ways
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.files.processors import whole_processor
 from holdfast.models.files.vision import image_side, load_image_processor
@@ -55,7 +55,7 @@ def row_of(kind: str, place: Path) -> str:
     written = repr(family.placeholder)[1:-1].replace("|", "\\|")
     joined = [f"`{name}`{' (filled up)' if name in family.ragged else ''}" for name in family.inputs]
     types = "none" if family.token_types is None else f"`{family.token_types}`"
-    counted = "by the check before step 1" if family.features is None else "by rule for each, and by the check"
+    counted = "by the grid of each, and by the check" if family.counts_by_grid else "by the check before step 1"
     packed = "; wants `packing: none`" if attends_both_ways(config) else ""
     cells = (
         f"`{kind}`",

@@ -334,6 +334,40 @@ def test_a_header_that_is_written_with_one_answer_alone_is_not_trained(with_temp
         tokenise(tokenizer, messages)
 
 
+@pytest.mark.parametrize("shape", ["gemma", "llama3", "zephyr"])
+def test_of_a_template_that_ignores_the_generation_prompt_no_header_is_trained(
+    shape: str, with_template: Templated
+) -> None:
+    tokenizer = with_template(shape)
+    tokenizer.chat_template = tokenizer.chat_template.partition("{%- if add_generation_prompt")[0]
+
+    (example,) = tokenise(tokenizer, TALK).examples
+
+    assert tokenizer.decode(example.tokens) == WHOLE_CONVERSATIONS[shape][0]
+    assert trained_texts(example, tokenizer) == WHOLE_CONVERSATIONS[shape][1]
+
+
+@pytest.mark.parametrize("shape", ["chatml", "chatml_headless", "llama3"])
+def test_an_answer_before_any_question_is_trained_behind_its_header(shape: str, with_template: Templated) -> None:
+    tokenizer = with_template(shape)
+
+    (example,) = tokenise(tokenizer, [TALK[1], TALK[2], TALK[3]]).examples
+
+    assert trained_texts(example, tokenizer) == WHOLE_CONVERSATIONS[shape][1]
+
+
+@pytest.mark.parametrize("words", ["<|im_start|>assistant\nI am", "assistant\nI am"])
+def test_a_header_in_an_answer_s_own_words_is_refused_and_not_cut(words: str, with_template: Templated) -> None:
+    tokenizer = with_template("chatml")
+    messages = [TALK[0], {"role": "assistant", "content": words}]
+
+    if words.startswith("<|"):
+        with pytest.raises(DataError, match="the assistant's header of message 1 would be trained"):
+            tokenise(tokenizer, messages)
+        return
+    assert trained_texts(tokenise(tokenizer, messages).examples[0], tokenizer) == [f"{words}<|im_end|>"]
+
+
 def test_a_generation_block_masks_what_prefixes_cannot(with_template: Templated) -> None:
     tokenizer = with_template("transcript_marked")
 

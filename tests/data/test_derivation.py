@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.model_inputs import array_arguments
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
-from holdfast.data.tokens.derivation import NoImageRules
+from holdfast.data.tokens.processor import NoImageRules
 from holdfast.data.tokens.vision import PROBES, ImageSide
 from holdfast.errors import DataError, ModelError
 from holdfast.models.check.tower import check_tower
-from holdfast.models.files.processors import processor_settings
+from holdfast.models.files.processors import processor_settings, whole_processor
 from holdfast.models.files.vision import image_side, load_image_processor
 from tests.models.directories import filled
-from tests.vision import PROCESSORS, config_values, picture, picture_rows, tokenizer_of
+from tests.vision import PROCESSORS, config_values, picture, picture_rows, tokenizer_of, vision_directory
 from tests.vision_derived import KINDS, derived_directory, parts_of
 from tests.vision_lies import LIES, LIES_OF_OTHERS, Lying, told_by
 from tests.vision_table import in_page, processor_of, tables
@@ -179,23 +180,62 @@ def test_transformers_still_builds_no_processor_without_torchvision(directories:
         AutoProcessor.from_pretrained(directories[kind])
 
 
+def square_features(config: Any, inputs: Any) -> int:
+    """Count patches; LLaVA's "default" leaves out the one token of CLIP that stands for the whole image."""
+    height, width = inputs["pixel_values"].shape[-2:]
+    return (height // config.vision_config.patch_size) * (width // config.vision_config.patch_size)
+
+
+def tile_features(config: Any, inputs: Any) -> int:
+    tiles, patch = inputs["pixel_values"], config.vision_config.patch_size
+    return len(tiles) * (tiles.shape[-2] // patch) * (tiles.shape[-1] // patch) // config.scale_factor**2
+
+
+FEATURES: dict[str, Any] = {
+    "llava": square_features,
+    "gemma3": lambda config, inputs: config.mm_tokens_per_image * len(inputs["pixel_values"]),
+    "idefics3": tile_features,
+    "smolvlm": tile_features,
+}
+"""How many features the towers of some families make, by their papers; nothing at run time has these rules."""
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_an_image_has_as_many_tokens_as_the_family_s_rule_makes_features(kind: str) -> None:
+    _, _, side = processor_of(kind, Path())
+
+    for number, size in enumerate([(24, 33), (9, 40), (64, 64), (120, 50)]):
+        made = side.prepare(picture(np.random.default_rng(number), *size), "an image")
+        expected = FEATURES[kind](side.processor.config, array_arguments(made.inputs))
+        assert made.tokens.count(side.image_id) == expected
+
+
+OTHER_NUMBERS = {"internvl": "image_seq_length", "gemma3": "image_seq_length", "idefics3": "image_seq_len"}
+"""Settings of processors for the tokens of an image or tile, which are 4 in the tiny models."""
+
+
+@pytest.mark.parametrize("kind", OTHER_NUMBERS)
 def test_features_are_counted_before_step_1_where_a_processor_says_the_same_each_time(
-    directories: dict[str, Path],
+    directories: dict[str, Path], kind: str, tmp_path: Path
 ) -> None:
-    processor, tokenizer, config = parts_of(directories["internvl"])
-    policy, device = filled(directories["internvl"])[0], torch.device("cpu")
-    honest = ImageSide(processor, tokenizer, config)
+    device = torch.device("cpu")
+    policy = filled(vision_directory(tmp_path, kind) if kind in PROCESSORS else directories[kind])[0]
+    processor, tokenizer, honest = processor_of(kind, directories.get(kind, Path()))
 
     counted = check_tower(policy, honest, device)
-    processor.image_seq_length = 3  # of a tile, of which the tower makes 4 features
-    other = ImageSide(processor, tokenizer, config)
+    config = honest.processor.config
+    lying = whole_processor(processor.image_processor, tokenizer, config, {OTHER_NUMBERS[kind]: 3})
+    other = ImageSide(lying, tokenizer, config)
 
     sizes = [picture(np.random.default_rng(0), *size) for size in PROBES]
-    assert counted == tuple(4 * len(honest.prepare(image, "").inputs["pixel_values"]) for image in sizes)
+    assert counted == tuple(
+        4 * array_arguments(honest.prepare(image, "").inputs)["pixel_values"].shape[0] for image in sizes
+    )
     fewer = ", ".join(str(3 * count // 4) for count in counted)
-    words = rf"writes {fewer} tokens .* vision tower makes {sum(counted)} features of them"
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=rf"writes {fewer} tokens .* features of them") as caught:
         check_tower(policy, other, device)
+    (features,) = re.findall(r"vision tower makes ([\d, ]+) features", str(caught.value))
+    assert sum(map(int, features.split(", "))) == sum(counted)
 
 
 def odd_images() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.image_files import ImageFiles
 from holdfast.data.rows.arrow_rows import open_parquet, scan_parquet
 from holdfast.data.rows.files import files_of_split
 from holdfast.data.rows.index import JsonRows

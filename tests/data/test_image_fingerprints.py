@@ -11,8 +11,7 @@ import pytest
 import xxhash
 from PIL import Image
 
-from holdfast.data.content.image_fingerprints import IMAGES_OF_A_ROW, SAMPLED_ROWS, images_fingerprint
-from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.image_files import IMAGES_OF_A_ROW, SAMPLED_ROWS, ImageFiles, images_fingerprint
 from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError
 

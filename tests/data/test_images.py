@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.image_files import ImageFiles
 from holdfast.data.tasks.synthetic import character_tokenizer, picture_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.data.tokens.vision import ImageSide

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.image_files import ImageFiles
 from holdfast.errors import DataError
 
 FILES = ImageFiles(None, Path())

@@ -1,6 +1,6 @@
 """Videos as lists of frames: sizes, patches, tokens and positions are those of transformers.
 
-Files of videos are in test_films.py; all else is refused.
+Files of videos are in tests/features/video; all else is refused.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.videos import VideoOptions, frame_size, seconds_of
-from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.data.content.images import Frames
 from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.videos import VIDEO_FAMILIES, VideoOptions, frame_size, seconds_of
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.files.vision import image_side, load_image_processor, video_options
@@ -59,8 +59,8 @@ def test_sizes_of_frames_are_those_of_transformers() -> None:
         each = smart_resize(height, width, UNIT, low, high)
         both = qwen3.smart_resize(count, height, width, 2, UNIT, low, high)
 
-        families = (VISION_FAMILIES[kind].video for kind in ("qwen2_5_vl", "qwen3_vl"))
-        found = [frame_size(family, count, width, height, UNIT, (low, high)) for family in families if family]
+        families = [VIDEO_FAMILIES[kind] for kind in ("qwen2_5_vl", "qwen3_vl")]
+        found = [frame_size(family, count, width, height, UNIT, (low, high)) for family in families]
 
         assert found == [each, both], (count, height, width, low, high)
 
@@ -69,9 +69,9 @@ def test_sizes_of_frames_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("count", [4, 3])
 def test_patches_reach_over_neighbouring_frames(kind: str, count: int) -> None:
     frames = clip(np.random.default_rng(1), count, 17, 30)
-    processor: Any = side_of(kind)._processor
+    processor: Any = side_of(kind).processor.upstream.image_processor
 
-    found = side_of(kind).prepare_video(frames, None, "a clip").inputs
+    found = side_of(kind).prepare_video(Frames(frames, FPS), "a clip").inputs
 
     resize = {"qwen3_vl": lambda: qwen3.smart_resize(count, 17, 30, 2, UNIT, 128, 640)}
     height, width = resize.get(kind, lambda: smart_resize(17, 30, UNIT, 128, 640))()
@@ -90,7 +90,7 @@ def test_two_equal_frames_are_the_patches_of_an_image() -> None:
     image = picture(np.random.default_rng(2), 24, 16)
     side = side_of("qwen2_5_vl")
 
-    found, expected = side.prepare_video([image, image], None, "a clip"), side.prepare(image, "an image")
+    found, expected = side.prepare_video(Frames([image, image], FPS), "a clip"), side.prepare(image, "an image")
 
     for name, values in expected.inputs.items():
         np.testing.assert_array_equal(found.inputs[name], values)
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_the_upstream_processor(kind: str) -> None:
     bare.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
     bare.tokenizer, bare.video_token = tokenizer, MARK
     bare.vision_start_token, bare.vision_end_token = "<|vision_start|>", "<|vision_end|>"
-    grids = [side_of(kind).prepare_video(frames, None, "").inputs["image_grid_thw"][0] for frames in videos]
+    grids = [side_of(kind).prepare_video(Frames(frames, FPS), "").inputs["image_grid_thw"][0] for frames in videos]
     metadata = [SimpleNamespace(fps=FPS, frames_indices=list(range(len(frames)))) for frames in videos]
     made = {"video_grid_thw": grids, "video_metadata": metadata}
     first, second = (f"<|vision_start|>{bare.replace_video_token(made, n)}<|vision_end|>" for n in (0, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def test_tokens_are_those_of_the_upstream_processor(kind: str) -> None:
 
     found = sequence(kind, "see <image> or <image>=", pictures)
 
-    processor, mark = side._processor, side.family.placeholder
+    processor, mark = side.processor.upstream.image_processor, side.family.placeholder
     if kind == "llava":
         options = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         both = upstream(image_processor=processor, tokenizer=tokenizer, **options)
@@ -127,7 +126,7 @@ def test_pixels_are_those_of_transformers_image_processor(kind: str) -> None:
 
     found = sequence(kind, "<image><image>", pictures)
 
-    expected = side_of(kind)._processor(images=pictures, return_tensors="np")
+    expected = side_of(kind).processor.upstream.image_processor(images=pictures, return_tensors="np")
     for name, values in found.model_inputs.items():
         theirs = np.asarray(expected[name])
         np.testing.assert_array_equal(values, theirs.swapaxes(0, 1) if kind == "idefics3" else theirs)
@@ -179,12 +178,12 @@ def test_a_tokenizer_with_another_image_token_is_refused() -> None:
     config = AutoConfig.for_model(**config_values("qwen2_5_vl"))
 
     with pytest.raises(ModelError, match=r"marks images by token 61, and its tokenizer has '<\|image_pad\|>' at"):
-        image_side(side_of("qwen2_5_vl")._processor, tokenizer_of("llava"), config)
+        image_side(side_of("qwen2_5_vl").processor.upstream.image_processor, tokenizer_of("llava"), config)
 
 
 def test_tokens_are_compared_with_the_features_the_model_makes(tmp_path: Path) -> None:
     side = side_of("qwen2_5_vl")
-    side.family = replace(side.family, features=lambda _, inputs: int(inputs["image_grid_thw"].prod()))
+    side.processor.config.vision_config.spatial_merge_size = 1
     rows = RowTokeniser(tokenizer_of("qwen2_5_vl"), DataConfig(path="rows"), tmp_path, side)
     row = {"prompt": "<image>", "completion": "a", "images": [picture(np.random.default_rng(0), 16, 16)]}
 

@@ -19,7 +19,6 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import Share, pack
-from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
@@ -38,7 +37,7 @@ from tests.distributed.cases import rows_of
 from tests.models.architectures import settings_of
 from tests.models.directories import BLIND, write_directory
 from tests.tiny import COMMON, tiny_model
-from tests.vision import picture_rows, tokenizer_of, vision_directory
+from tests.vision import PROCESSORS, picture_rows, tokenizer_of, vision_directory
 from tests.vision_derived import KINDS as DERIVED
 from tests.vision_derived import derived_directory, derived_side, tokenizer_in
 
@@ -213,7 +212,7 @@ def _text_directory(path: Path, model_type: str) -> None:
 def _side(directory: Path, model_type: str) -> ImageSide | str:
     if _is_derived(directory):
         return derived_side(directory)
-    if model_type not in VISION_FAMILIES:
+    if model_type not in PROCESSORS:
         return ""
     raw_config, processor = configured(ModelConfig(path=str(directory)), Path.cwd())
     return image_side(processor, tokenizer_of(model_type), raw_config)

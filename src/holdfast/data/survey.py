@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from holdfast.data.content.counted import TEMPLATE
+from holdfast.data.content.lengths import TEMPLATE
 from holdfast.data.tokens.chat import S, Tokenised
 
 _SHOWN = 5

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.data.content.images import ImageFiles
-from holdfast.data.content.pixels import pixel_digest, png_url
+from holdfast.data.content.image_files import ImageFiles, pixel_digest, png_url
 from holdfast.errors import DataError
 from holdfast.types import Finish, Group, Prompt, PromptImages
 

@@ -28,8 +28,7 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.data.batches.stream import BatchStream
-from holdfast.data.content.image_fingerprints import images_fingerprint
-from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.image_files import ImageFiles, images_fingerprint
 from holdfast.data.tokens.chat_template import template_text
 from holdfast.errors import ModelError
 from holdfast.files import read_bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast import registry
 from holdfast.checkpoint.session import Saved
-from holdfast.data.content.counted import unexpected
+from holdfast.data.content.lengths import unexpected
 from holdfast.errors import HoldfastError
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows

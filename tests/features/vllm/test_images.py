@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.engine import VLLMEngineConfig
-from holdfast.data.content.images import ImageFiles
-from holdfast.data.content.pixels import png_url
+from holdfast.data.content.image_files import ImageFiles, png_url
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.errors import DataError, RunStopped
 from holdfast.features.vllm.prompts import ServedPrompt

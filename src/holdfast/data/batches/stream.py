@@ -18,7 +18,7 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, NextToken, cut_windows
 from holdfast.data.batches.passes import Cursor, Pass, StreamLimits
-from holdfast.data.content.counted import lost_rows
+from holdfast.data.content.lengths import lost_rows
 from holdfast.data.rows.reading import draws_of
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S

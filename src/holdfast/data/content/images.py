@@ -1,4 +1,4 @@
-"""Find and open the images and videos of rows.
+"""Find the images and videos of rows.
 
 A row has its images in a column `images` (or `image`), with `<image>` in its text for each, or inside the parts of its
 messages. Videos, lists of frames or films, stand in a column `videos`, with `<video>` in the text, or inside parts.
@@ -8,24 +8,15 @@ parts.
 
 from __future__ import annotations
 
-import io
 import re
-import struct
-import threading
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
-
-import numpy as np
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from holdfast.data.content.formats import Conversation, Message, PlainText, PromptCompletion
-from holdfast.data.content.video_files import excerpt, first_frame
-from holdfast.data.content.videos import Video, refuse_unread, video_of
 from holdfast.data.rows.rows import Row
 from holdfast.errors import ConfigError, DataError
-from holdfast.files import PASSING, expanded
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 """Stands for one image or video in the text of a row that has a column of them."""
@@ -36,8 +27,53 @@ _SOURCES = {"image": ("image", "path", "url", "bytes", "image_url"), "video": ("
 RowMedia = dict[str, list[Any]]
 """What a row holds of each kind."""
 
+_VIDEO_KEYS = ("frames", "bytes", "path")
+"""Of a mapping; `datasets` stores films with the last two."""
+
+_UNREAD = {
+    *("video_start", "video_end", "nframes", "min_frames", "max_frames"),
+    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+}
+"""Keys by which qwen-vl-utils would choose other frames or sizes."""
+
 Content = Conversation | PromptCompletion | PlainText
 C = TypeVar("C", bound=Content)
+
+
+class Frames(NamedTuple):
+    """A video as the model gets it: frames with times."""
+
+    images: Sequence[Any]
+    """PIL images in RGB, at even distances in time."""
+    fps: float
+    """How many of them belong to a second."""
+
+
+class Film(Protocol):
+    """A film, which a feature decodes (`registry.FILM`)."""
+
+    def frames(self, fps: float, most: int | None) -> Frames:
+        """Return frames at a rate, at most so many."""
+
+    def first_frame(self) -> Any:
+        """Return the first frame, in PIL."""
+
+    def excerpt(self) -> bytes:
+        """Return bytes that tell it from others."""
+
+
+@dataclass(frozen=True)
+class Video:
+    """One video of a row."""
+
+    frames: tuple[Any, ...]
+    """Each what an image is: a path, the bytes of a file, a PIL image. None for a film."""
+    fps: float | None
+    """Frames of a second that are in the list, or that are taken of a film; None: what `data.video_fps` says."""
+    original: Any
+    """As the row has it, by which two contents of a row know that they share it."""
+    film: str | bytes | Path | None = None
+    """A file to decode, or its bytes."""
 
 
 class LeftOutByRun(str):
@@ -253,140 +289,52 @@ def _part(content_part: Any, message_name: str, inside: RowMedia) -> Any:
     return {"type": kind}
 
 
-_FILTERS = threading.Lock()
+def video_of(content: Any, video_name: str, fps: Any = None) -> Video:
+    """Return a video as a row holds it.
 
-
-@dataclass(frozen=True)
-class ImageFiles:
-    """Opens images. Relative paths start in `folder`, else in the current directory, else beside the YAML."""
-
-    folder: str | None
-    base: Path
-
-    def open(self, image: Any, name: str) -> Any:
-        """Return a PIL image in RGB, turned upright as its camera says; of an animation the first frame.
-
-        Args:
-            image: A path, the bytes of a file, a PIL image, or a mapping with `bytes` or `path`; of a film the first
-                frame.
-            name: What an error calls it.
-
-        Raises:
-            DataError: There is no such file, it is not an image, or it is damaged.
-            OSError: The file system does not answer for now.
-        """
-        if isinstance(image, Video):
-            return first_frame(self.film(image, name), name)
-        try:
-            from PIL import Image, ImageOps
-        except ImportError:
-            raise DataError(f"{name}: reading images needs a package: pip install 'holdfast[vlm]'.") from None
-        image = _named(image)
-        try:
-            if isinstance(image, Image.Image):
-                return _in_rgb(image)
-            with io.BytesIO(image) if isinstance(image, bytes) else self.path(image, name).open("rb") as file:
-                # Filters of warnings are the process's: two threads that set them in turn would leave one behind.
-                with _FILTERS, warnings.catch_warnings():
-                    warnings.simplefilter("error", Image.DecompressionBombWarning)
-                    opened = Image.open(file)
-                return _in_rgb(ImageOps.exif_transpose(opened))
-        except (
-            OSError,
-            ValueError,
-            SyntaxError,
-            EOFError,
-            struct.error,  # of EXIF whose lengths or types are wrong, as the next one
-            TypeError,
-            LookupError,
-            ArithmeticError,
-            Image.DecompressionBombError,
-            Image.DecompressionBombWarning,
-        ) as error:
-            if getattr(error, "errno", None) in PASSING:
-                raise  # it says nothing of the row
-            description = f"{len(image)} bytes" if isinstance(image, bytes) else str(image)
-            raise DataError(f"{name} ({description:.120}) cannot be read as an image: {error}.") from None
-
-    def film(self, video: Video, name: str) -> Path | bytes:
-        """Return the file of a film, or its bytes.
-
-        Raises:
-            DataError: The file does not exist.
-        """
-        return video.film if isinstance(video.film, bytes) else self.path(video.film, name)
-
-    def content(self, image: Any) -> bytes:
-        """Return what tells an image from others: the bytes of its file, or mode, size and pixels of one in memory.
-
-        Of a film, its size, beginning and end: containers list the sizes of all frames in one of them.
-
-        Raises:
-            DataError: The value is not an image, or the file it names does not exist.
-            OSError, ValueError, RuntimeError: The image cannot be read.
-        """
-        from PIL import Image
-
-        if isinstance(image, Video):
-            return excerpt(self.film(image, "a film"))
-        image = _named(image)
-        if isinstance(image, Image.Image):
-            return f"{image.mode} {image.size} ".encode() + image.convert("RGB").tobytes()
-        return image if isinstance(image, bytes) else self.path(image, "an image").read_bytes()
-
-    def path(self, image: Any, name: str) -> Path:
-        """Return the file that a row names.
-
-        Raises:
-            DataError: The file does not exist or cannot be looked up, or the value is not a path.
-            OSError: The file system does not answer for now.
-        """
-        if not isinstance(image, str | Path):
-            raise DataError(
-                f"{name} is a {type(image).__name__}; an image is a path, the bytes of a file, or a PIL image."
-            )
-        if str(image).startswith(("http://", "https://", "data:")):
-            raise DataError(
-                f"{name} is {str(image):.60}; images and films are read from files or from the rows. Download it and "
-                "write its path, which may be relative to data.image_dir."
-            )
-        path = expanded(str(image).removeprefix("file://"))
-        folders = [Path.cwd(), self.base]
-        if self.folder is not None:
-            folders = [candidate / self.folder for candidate in folders]
-        tried = list(dict.fromkeys(folder / path for folder in folders))
-        try:
-            file = next((candidate for candidate in tried if candidate.is_file()), None)
-        except OSError as error:
-            if error.errno in PASSING:
-                raise
-            raise DataError(
-                f"{name} ({str(image):.80}) cannot be looked up: {error.strerror}. A path or the bytes of a file is "
-                "expected; base64 text is not read."
-            ) from None
-        if file is None:
-            raise DataError(
-                f"{name}: there is no file {' or '.join(str(candidate) for candidate in tried)}. Relative paths start "
-                "in data.image_dir."
-            )
-        return file
-
-
-def _in_rgb(image: Any) -> Any:
-    """Return a PIL image in RGB; of 16 bits the higher eight.
+    Args:
+        content: A list of frames, or a mapping with `frames`; the path of a film, its bytes, or a mapping with `bytes`
+            or `path`. A mapping may have `fps`.
+        video_name: What an error calls it.
+        fps: Where `content` has none.
 
     Raises:
-        ValueError: Its pixels have no range that is known.
+        DataError: It is none of these, or empty, its rate is not a number above 0, or as `refuse_unread`.
     """
-    if image.mode in {"I", "F"}:
-        raise ValueError(f"its pixels have 32 bits (mode {image.mode}) and no known range; save it with 8 or 16 bits")
-    if image.mode.startswith("I;16"):  # Pillow would make 255 of whatever is above
-        from PIL import Image
+    frames = content
+    if isinstance(content, Mapping):
+        refuse_unread(content, video_name)
+        frames = next((content[key] for key in _VIDEO_KEYS if content.get(key) is not None), None)
+        fps = content.get("fps", fps)
+    is_film = isinstance(frames, str | bytes | Path)
+    if not is_film and not isinstance(frames, Sequence):
+        raise DataError(
+            f"{video_name} is a {type(content).__name__}; a video is a list of frames, or a film: the path of a file, "
+            "or its bytes."
+        )
+    if not is_film and not len(frames):
+        raise DataError(f"{video_name} has no frames. Remove it and its place in the text.")
+    rate = _rate_of(fps, video_name)
+    return Video((), rate, content, frames) if is_film else Video(tuple(frames), rate, content)
 
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image.convert("RGB")
+
+def refuse_unread(keys: Mapping[str, Any], video_name: str) -> None:
+    """Raise where a row says of a video what is not followed.
+
+    Raises:
+        DataError: It has a key that would change which frames are taken, or their size.
+    """
+    unread = [key for key in keys if key in _UNREAD and keys[key] is not None]
+    if unread:
+        raise DataError(
+            f"{video_name}: {', '.join(unread)} of a video are not read. Cut the file, or set data.max_frames, "
+            "data.video_fps or the bounds of pixels (data.video_min_pixels, data.video_max_pixels)."
+        )
 
 
-def _named(image: Any) -> Any:
-    """Return the bytes or the path of an image that is a mapping of them, as `datasets` has it."""
-    return image.get("bytes") or image.get("path") if isinstance(image, Mapping) else image
+def _rate_of(fps: Any, video_name: str) -> float | None:
+    if fps is None:
+        return None
+    if isinstance(fps, bool) or not (isinstance(fps, int | float) and 0 < fps < 1e9):
+        raise DataError(f"{video_name} has fps={fps!r}; it is the number of its frames that belong to one second.")
+    return float(fps)

@@ -16,7 +16,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdfast.config.sections.data import IMAGE_FIELDS, RowFormat, TextConfig
-from holdfast.data.content.counted import DROPPED_ROLES
 from holdfast.data.content.formats import (
     Conversation,
     PlainText,
@@ -26,9 +25,8 @@ from holdfast.data.content.formats import (
     prompt_of,
     row_shape,
 )
-from holdfast.data.content.images import Content
-from holdfast.data.content.lengths import Stretch, cut_to_length, example_of
-from holdfast.data.content.videos import Video
+from holdfast.data.content.images import Content, Video
+from holdfast.data.content.lengths import DROPPED_ROLES, Stretch, cut_to_length, example_of
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat_mask import Masked, mask_conversation
 from holdfast.data.tokens.chat_template import ChatTemplate, PromptFormat, TemplateRefuses, template_text

@@ -1,54 +1,32 @@
-"""Compute the loss mask of a conversation: the tokens that the assistant wrote.
+"""Prove which tokens of a conversation the assistant wrote: its loss mask.
 
-Three methods are tried in this order: the template's own generation block; rendering turn by turn, accepted only if
-every rendered prefix is a token prefix of the whole; a known family's template that renders the same text. The result
-is compared with the messages, so that a conversation is never silently trained completely or not at all. White space is
-ignored in this comparison, since templates trim it, and so are tool results, which templates quote in various ways.
+A template claims the assistant's stretches in one of two forms. Its generation blocks do, where it has some; else an
+answer is what the conversation with the answer has beyond its prompt, and must have it as tokens: the tokens of the
+prompt begin those of the prompt with its answer, which begin those of the whole.
+
+One proof decides about a claim, whatever its form. It compares the mask with the messages, so that a conversation is
+never silently trained completely or not at all:
+
+- no trained stretch begins with the assistant's header, which the policy does not choose;
+- the stretch of an answer has the answer's text, its calls and its reasoning;
+- the untrained rest has the text of every system and user message.
+
+White space is ignored, since templates trim it, and so are tool results, which templates quote in various ways. A claim
+without its proof is refused.
 
 A template that drops earlier reasoning renders an answer differently once another question follows. Such conversations
 become one sequence per assistant turn, each rendered as the policy will see it when it answers.
-
-This file contains templates of known families with generation blocks added. They are used only to find the assistant's
-tokens, for templates that have neither a generation block nor `add_generation_prompt`, and only where they render a
-conversation exactly as the tokenizer's own template does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.data.content.formats import Conversation, Message
 from holdfast.data.tokens.chat_template import ChatTemplate, Span, TemplateRefuses
 from holdfast.errors import DataError
 from holdfast.text.shortening import shortened
-
-
-def _tagged(before_role: str, after_role: str, end: str, after_end: str, *, start: str = "") -> str:
-    """Write a template in which each message is `<role tag>content<end>`."""
-    return (
-        start
-        + "{% for message in messages %}"
-        + f"{before_role}{{{{ message.role }}}}{after_role}"
-        + "{% if message.role == 'assistant' %}"
-        + f"{{% generation %}}{{{{ message.content }}}}{end}{{% endgeneration %}}"
-        + "{% else %}"
-        + f"{{{{ message.content }}}}{end}"
-        + "{% endif %}"
-        + f"{after_end}"
-        + "{% endfor %}"
-        + f"{{% if add_generation_prompt %}}{before_role}assistant{after_role}{{% endif %}}"
-    )
-
-
-MARKED_TEMPLATES: Mapping[str, str] = {
-    "chatml": _tagged("<|im_start|>", "{{ '\\n' }}", "<|im_end|>", "{{ '\\n' }}"),
-    "llama3": _tagged(
-        "<|start_header_id|>", "<|end_header_id|>{{ '\\n\\n' }}", "<|eot_id|>", "", start="{{ bos_token }}"
-    ),
-    "zephyr": _tagged("<|", "|>{{ '\\n' }}", "{{ eos_token }}", "{{ '\\n' }}"),
-    "phi": _tagged("<|", "|>{{ '\\n' }}", "<|end|>", "{{ '\\n' }}"),
-}
 
 
 @dataclass(frozen=True)
@@ -78,11 +56,8 @@ class MaskedConversation:
     """The template writes no reasoning, though the messages hold some in a field of its own."""
 
 
-class _NoMask(Exception):  # noqa: N818  # one way failed; the next is tried
-    """A method cannot determine the assistant's tokens; the message says why."""
-
-
-Way = Callable[[ChatTemplate, Conversation, Sequence[int]], Masked]
+class _NoMask(Exception):  # noqa: N818  # one claim failed; the next is tried
+    """The assistant's tokens are not proved; the message says why."""
 
 
 def mask_conversation(
@@ -97,19 +72,18 @@ def mask_conversation(
         row_name: For errors.
 
     Raises:
-        DataError: The template refuses the conversation, or none of the three ways works.
+        DataError: The template refuses the conversation, or its assistant's tokens are not proved.
     """
     has_reasoning = any(reasoning_of(conversation.messages[turn]) for turn in turns)
     reasons: list[str] = []
-    for ways in ((by_generation_block, by_prefixes), (by_family,)):
-        for keeps_reasoning in (True, False) if has_reasoning else (True,):
-            for stops in _stops(turns):
-                try:
-                    sequences = [_mask(template, conversation, stop, ways, keeps_reasoning) for stop in stops]
-                except _NoMask as failure:
-                    reasons.append(str(failure))
-                else:
-                    return MaskedConversation(sequences, drops_reasoning=not keeps_reasoning)
+    for keeps_reasoning in (True, False) if has_reasoning else (True,):
+        for stops in _stops(turns):
+            try:
+                sequences = [_mask(template, conversation, stop, keeps_reasoning) for stop in stops]
+            except _NoMask as failure:
+                reasons.append(str(failure))
+            else:
+                return MaskedConversation(sequences, drops_reasoning=not keeps_reasoning)
     trained_conversation = _first(conversation, turns[-1] + 1)
     try:
         dropped = template.dropped_roles(trained_conversation)
@@ -148,24 +122,27 @@ def _stops(turns: Sequence[int]) -> Iterator[list[Sequence[int]]]:
         yield [[turn] for turn in turns]
 
 
-def _mask(
-    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], ways: Sequence[Way], keeps_reasoning: bool
-) -> Masked:
+def _mask(template: ChatTemplate, conversation: Conversation, turns: Sequence[int], keeps_reasoning: bool) -> Masked:
+    """Return the first claim that is proved.
+
+    Raises:
+        _NoMask: None is.
+    """
     conversation = _first(conversation, turns[-1] + 1)
     reasons = []
-    for way in ways:
+    for name, claim in (("Generation block", by_generation_block), ("Turn by turn", by_prefixes)):
         try:
-            masked = way(template, conversation, turns)
+            masked = claim(template, conversation, turns)
             masked = replace(masked, spans=[_without_tail(template, masked.tokens, span) for span in masked.spans])
         except (_NoMask, TemplateRefuses) as failure:
-            reasons.append(f"{_NAMES[way]}: {failure}")
+            reasons.append(f"{name}: {failure}")
             continue
         trained = dict(zip(turns, masked.trained_texts(template), strict=True))
         untrained = masked.untrained_text(template)
         wrong = disagreement(template, conversation, trained, untrained, keeps_reasoning=keeps_reasoning)
         if wrong is None:
             return masked
-        reasons.append(f"{_NAMES[way]}: {wrong}")
+        reasons.append(f"{name}: {wrong}")
     raise _NoMask("; ".join(reasons))
 
 
@@ -186,38 +163,32 @@ def by_generation_block(template: ChatTemplate, conversation: Conversation, turn
 
 
 def by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Sequence[int]) -> Masked:
-    """Take what each answer adds to the rendered conversation behind the generation prompt."""
-    if template.hides_header:
-        raise _NoMask("the template ignores add_generation_prompt, so the assistant's header would be trained")
+    """Take what each answer adds to its prompt."""
     all_tokens = template.ids(conversation)
     spans = []
     for turn in turns:
-        prompt = template.ids(_first(conversation, turn), generation_prompt=True)
+        prompt = template.prompt(_first(conversation, turn))
+        if prompt is None:
+            raise _NoMask(f"the assistant's header before message {turn} cannot be told, and would be trained")
         is_last = turn + 1 == len(conversation.messages)
         answered = all_tokens if is_last else template.ids(_first(conversation, turn + 1))
         if all_tokens[: len(answered)] != answered:
             raise _NoMask(f"message {turn} is written differently once others follow")
         if answered[: len(prompt)] != prompt:
             raise _NoMask(f"the prompt for message {turn} is no prefix of the prompt with its answer")
-        spans.append((len(prompt), len(answered)))
+        spans.append((len(prompt) + _header_behind(template, prompt, answered), len(answered)))
     return Masked(all_tokens, spans)
 
 
-def by_family(template: ChatTemplate, conversation: Conversation, turns: Sequence[int]) -> Masked:
-    """Take the generation blocks of a known template that writes the conversation exactly as this one does."""
-    text = template.text(conversation)
-    for name, source in MARKED_TEMPLATES.items():
-        family = template.like(source, name)
-        if family.text(conversation) == text:
-            return by_generation_block(family, conversation, turns)
-    raise _NoMask(f"none of {', '.join(MARKED_TEMPLATES)} writes it the same way")
+def _header_behind(template: ChatTemplate, prompt: Sequence[int], answered: Sequence[int]) -> int:
+    """Return how many tokens of the header a prompt lacks, as of templates that write none behind a tool's result.
 
-
-_NAMES: dict[Way, str] = {
-    by_generation_block: "Generation block",
-    by_prefixes: "Turn by turn",
-    by_family: "Known families",
-}
+    That is known of a header that begins with a special token, which no answer has.
+    """
+    header, start = template.opening_ids, len(prompt)
+    if not header or header[0] not in template.special_ids or list(prompt[-len(header) :]) == header:
+        return 0
+    return len(header) if list(answered[start : start + len(header)]) == header else 0
 
 
 def _first(conversation: Conversation, messages: int) -> Conversation:

@@ -117,10 +117,6 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._written_roles: set[str] = set()
 
-    def like(self, source: str, name: str) -> ChatTemplate:
-        """Return another template with the same tokenizer and variables."""
-        return ChatTemplate(self.tokenizer, source, self._variables, name)
-
     @property
     def source(self) -> Any:
         """The jinja text; where the tokenizer has several templates, all of them by name."""
@@ -178,7 +174,7 @@ class ChatTemplate:
 
     def as_tokenised(self, text: str) -> str:
         """Return text as it survives the tokenizer, which may lower case or normalise it."""
-        return self.decode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.decode(self._tokenised(text))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -196,19 +192,42 @@ class ChatTemplate:
             return ""
 
     @cached_property
-    def hides_header(self) -> bool:
-        """Whether the assistant's header is written with the answer alone, and not by `add_generation_prompt`.
+    def opening_ids(self) -> list[int]:
+        """The tokens of `opening`."""
+        return self._tokenised(self.opening)
 
-        What the template adds for an answer then starts with the header, which the policy does not choose.
+    @cached_property
+    def _header(self) -> str | None:
+        """What stands between a question and its answer, for templates that ignore `add_generation_prompt`.
+
+        It is part of the prompt, since the policy does not choose it; None where it cannot be told.
         """
-        if self.opening:
-            return False
         try:
-            question_text = self.text(Conversation([_QUESTION]))
-            answered_text = self.text(Conversation([_QUESTION, _ANSWER]))
+            question = self.text(Conversation([_QUESTION]))
+            answered = self.text(Conversation([_QUESTION, _ANSWER]))
         except TemplateRefuses:
-            return False
-        return not answered_text.removeprefix(question_text).lstrip().startswith(_ANSWER["content"])
+            return ""
+        header, answer, _ = answered.removeprefix(question).partition(_ANSWER["content"])
+        if not header.strip() and answer:
+            return ""
+        return header if answer and answered.startswith(question) else None
+
+    def prompt(self, conversation: Conversation) -> list[int] | None:
+        """Return what an answer follows, as tokens, with the assistant's header; None where that cannot be told.
+
+        Raises:
+            TemplateRefuses: As `ids`.
+        """
+        header = self.opening or self._header
+        if not conversation.messages:  # transformers renders none; an answer that begins is preceded by its header
+            before, answer, _ = self.text(replace(conversation, messages=[_ANSWER])).partition(_ANSWER["content"])
+            return self._tokenised(before) if answer and header and before.endswith(header) else None
+        if self.opening or header == "":
+            return self.ids(conversation, generation_prompt=True)
+        return None if header is None else self._tokenised(self.text(conversation) + header)
+
+    def _tokenised(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def dropped_roles(self, conversation: Conversation) -> list[str]:
         """Return the roles, the assistant's aside, of messages of which the template writes nothing.

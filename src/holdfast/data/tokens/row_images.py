@@ -12,21 +12,12 @@ from numpy.typing import NDArray
 
 from holdfast.config.sections.data import TextConfig
 from holdfast.data.content.formats import Conversation, PlainText
-from holdfast.data.content.images import (
-    PLACEHOLDERS,
-    C,
-    Content,
-    ImageFiles,
-    images_up_to,
-    place_images,
-)
+from holdfast.data.content.image_files import ImageFiles, pixel_digest
+from holdfast.data.content.images import PLACEHOLDERS, C, Content, Frames, Video, images_up_to, place_images
 from holdfast.data.content.lengths import Stretch
-from holdfast.data.content.pixels import pixel_digest
-from holdfast.data.content.video_files import decoded
-from holdfast.data.content.videos import Video
+from holdfast.data.content.model_inputs import PreparedImage
 from holdfast.data.rows.rows import Row
-from holdfast.data.tokens.marks import with_marks
-from holdfast.data.tokens.vision import ImageSide, PreparedImage
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.types import PromptImages
 
@@ -80,9 +71,8 @@ class RowImages:
                 f"{row_name} has a video of {longest} frames, more than data.max_frames={limit}. Raise it, or take "
                 "fewer frames out of the video and lower data.video_fps with them."
             )
-        refusal = self._side.why_no_videos() if videos and not isinstance(self._side, str) else ""
-        if refusal:
-            raise DataError(f"{row_name} has a video, and {refusal}. Remove the row.")
+        if videos and not isinstance(self._side, str) and isinstance(self._side.videos, str):
+            raise DataError(f"{row_name} has a video, and {self._side.videos}. Remove the row.")
         return content
 
     def prepared(self, content: Content, row_name: str, *, one_sequence: bool = False) -> PreparedImages:
@@ -115,7 +105,7 @@ class RowImages:
         for number, image in enumerate(images):
             name = f"{row_name}, {'video' if isinstance(image, Video) else 'image'} {number}"
             if isinstance(image, Video):
-                prepared.append(side.prepare_video(*self._frames(image, name, side), name))
+                prepared.append(side.prepare_video(self._frames(image, name, side), name))
                 opened.append(None)
             else:
                 opened.append(self._files.open(image, name))
@@ -123,24 +113,23 @@ class RowImages:
         self._last = (images, tuple(prepared), tuple(opened))
         return self._last[1:]
 
-    def _frames(self, video: Video, name: str, side: ImageSide) -> tuple[Sequence[Any], float]:
-        """Return a video's frames as PIL images, and how many of them belong to a second."""
+    def _frames(self, video: Video, name: str, side: ImageSide) -> Frames:
         fps = side.video_fps if video.fps is None else video.fps
         if video.film is not None:
-            film = decoded(self._files.film(video, name), fps, self._text.max_frames, name)
-            return film.frames, film.fps
-        return [self._files.open(frame, f"{name}, frame {count}") for count, frame in enumerate(video.frames)], fps
+            return self._files.film(video, name).frames(fps, self._text.max_frames)
+        opened = [self._files.open(frame, f"{name}, frame {count}") for count, frame in enumerate(video.frames)]
+        return Frames(opened, fps)
 
     def unread(self, tokens: Sequence[int], content: Content, row_name: str) -> PromptImages | None:
         """Return the images of a sequence, not yet expanded, as a processor elsewhere gets them; None for none.
 
         Raises:
-            DataError: As `prepared` and `with_marks`.
+            DataError: As `prepared` and `ImageSide.marked`.
         """
         if isinstance(self._side, str) or not content.images:
             return None
         _, opened = self._opened(content.images, row_name, self._side)
-        marked = np.asarray(with_marks(self._side, tokens, row_name), dtype=np.int64)
+        marked = np.asarray(self._side.marked(tokens, row_name), dtype=np.int64)
         digests = tuple("" if image is None else pixel_digest(image) for image in opened)
         return PromptImages(marked, tuple(content.images), digests)
 
@@ -151,9 +140,8 @@ class RowImages:
         are_videos = [isinstance(image, Video) for image in content.images]
         marks = {} if all(are_videos) else {PLACEHOLDERS["image"]: self._side.family.placeholder}
         if any(are_videos):
-            video = self._side.family.video
-            assert video is not None
-            marks = {PLACEHOLDERS["video"]: video.placeholder} | marks
+            assert not isinstance(self._side.videos, str)
+            marks = {PLACEHOLDERS["video"]: self._side.videos.family.placeholder} | marks
         if isinstance(content, PlainText):
             return replace(content, text=_written(content.text, marks))
         return replace(content, prompt=_written(content.prompt, marks), completion=_written(content.completion, marks))

@@ -1,54 +1,43 @@
 """Turn images into tokens and model inputs, by the rules of a model's own processor.
 
 The processor is asked for each image alone, with nothing but the image's mark for a text. What it writes replaces that
-mark in a row's tokens. The number of image tokens is compared with the number of features that the vision tower will
-compute where a rule for that is known.
+mark in a row's tokens. Two things are proved before a row is trained on:
+
+- the processor's whole output for a text with several images is its output for the images one by one, in the place of
+  their tokens: at the start for images of noise, then for the first rows with images;
+- the tower makes as many features of an image as it has tokens: by the check before step 1 (`models/check/tower.py`),
+  and for each image where the processor returns a grid of patches.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.data.content.grids import grid_positions
-from holdfast.data.content.lengths import Grid, ImageSpan, Stretch, example_of, joined_inputs
-from holdfast.data.content.model_inputs import array_arguments, flattened
-from holdfast.data.content.videos import VideoOptions, frame_size, patches_of, seconds_of
-from holdfast.data.content.vision_families import Inputs, VideoFamily, VisionFamily, image_marks, video_token
-from holdfast.data.tokens.derivation import (
+from holdfast.data.content.images import Frames
+from holdfast.data.content.lengths import ImageSpan, Stretch, example_of, joined_inputs
+from holdfast.data.content.model_inputs import Inputs, PreparedImage, array_arguments, flattened, grid_positions
+from holdfast.data.tokens.processor import (
     FAILURES,
-    Expected,
     ModelProcessor,
     NoImageRules,
-    contradiction,
     derived,
-    first_difference,
     made_up_images,
     pixel_bounds,
     refuse_other_patches,
 )
+from holdfast.data.tokens.videos import VideoOptions, video_side, video_token
 from holdfast.errors import DataError, ModelError
 from holdfast.types import Example
 
 PROBES = ((48, 80), (80, 48), (56, 112))
 """(height, width) of the images of noise that a model is checked with."""
-
-
-@dataclass(frozen=True)
-class PreparedImage:
-    """One image, ready for the model."""
-
-    tokens: tuple[int, ...]
-    """What stands in the place of its placeholder: image tokens, and between tiles what tells them apart."""
-    inputs: Inputs
-    grids: tuple[Grid, ...] = ()
-    """Grids of a video; empty for an image."""
 
 
 class ImageSide:
@@ -77,27 +66,29 @@ class ImageSide:
             NoImageRules: The processor answers no questions, or contradicts itself.
             ModelError: Processor, tokenizer and model do not belong together.
         """
-        asked = ModelProcessor(processor, tokenizer, config)
-        self.name, self.family = asked.name, derived(asked)
-        self._processor, self._tokenizer, self._config = processor.image_processor, tokenizer, config
-        self.image_id = asked.image_id
-        refuse_other_patches(self.family, self.name, self._processor, config)
-        self._videos = videos or VideoOptions()
-        self.video_id = _video_id(self.family, tokenizer, config)
+        self.processor = ModelProcessor(processor, tokenizer, config)
+        self.name, self.family = self.processor.name, derived(self.processor)
+        self.image_id = self.processor.image_id
+        refuse_other_patches(self.family, self.processor)
+        options = videos or VideoOptions()
+        self.video_fps = options.fps
+        """Frames that belong to one second where a row does not say."""
+        self.videos = video_side(self.processor, options)
+        """Turns frames into tokens; or a clause that says why no row may have a video."""
+        self.video_id = None if isinstance(self.videos, str) else self.videos.token_id
         self.marks = image_marks(config)
         self.on_image: Callable[[Any, int, str], None] | None = None
         """Called with every image of a row, in PIL, its number of tokens and its name."""
         self.on_video: Callable[[Sequence[Any], int, str], None] | None = None
         """Called with the frames of every video of a row, in PIL, its number of tokens and its name."""
-        self._asked = asked
         self._compare_made_up()
         if min_pixels is not None or max_pixels is not None:
-            size = pixel_bounds(self.family, self.name, self._processor, min_pixels, max_pixels)
-            self._asked = replace(asked, options={"size": size})
+            size = pixel_bounds(self.family, self.processor, min_pixels, max_pixels)
+            self.processor = replace(self.processor, options={"size": size})
 
     def described(self) -> list[str]:
         """Return sentences about what the processor was found to do with images."""
-        family, processor = self.family, type(self._asked.upstream).__name__
+        family, processor = self.family, type(self.processor.upstream).__name__
         joined = [f"{name} (filled up)" if name in family.ragged else name for name in family.inputs]
         sentences = [
             f"{processor} was asked: {family.placeholder!r} stands for one, {', '.join(joined)} go to the model",
@@ -109,15 +100,10 @@ class ImageSide:
             sentences[0] += ", positions have a time, a row and a column"
         return sentences
 
-    @property
-    def processor(self) -> ModelProcessor:
-        """The processor, with the options of this run."""
-        return self._asked
-
     @cached_property
     def placeholder_ids(self) -> list[int]:
         """The tokens of `placeholder`, the image token once among them."""
-        return self._asked.ids(self.family.placeholder)
+        return self.processor.ids(self.family.placeholder)
 
     @cached_property
     def stand_in(self) -> dict[str, NDArray[Any]]:
@@ -147,30 +133,41 @@ class ImageSide:
             self.on_image(image, len(made.tokens), image_name)
         return made
 
+    def prepare_video(self, frames: Frames, video_name: str) -> PreparedImage:
+        """Return the tokens and inputs of one video.
+
+        Raises:
+            DataError: The model takes none, or not this one.
+        """
+        if isinstance(self.videos, str):
+            raise DataError(f"{video_name}: {self.videos}. Remove the row.")
+        made = self.videos.prepare(frames, video_name)
+        if self.on_video is not None:
+            self.on_video(frames.images, len(made.tokens), video_name)
+        return made
+
     def _prepared(self, image: Any, image_name: str) -> PreparedImage:
         """Return the tokens and inputs of one image, of any size."""
-        family = self.family
+        family, image_name = self.family, f"{image_name} of {image.width}x{image.height} pixels"
         try:
-            answer = self._asked.ask([image], family.processor_token)
+            answer = self.processor.ask([image], family.processor_token)
             moved = {name: np.moveaxis(answer.inputs[name], family.axes[name], 0) for name in family.inputs}
         except FAILURES as error:
-            raise DataError(f"{image_name} of {image.width}x{image.height} pixels: {error}.") from None
+            raise DataError(f"{image_name}: {error}.") from None
         first, end = len(family.before), len(answer.tokens) - len(family.after)
         tokens = tuple(answer.tokens[first:end])
         if (*family.before, *tokens, *family.after) != tuple(answer.tokens):
             raise DataError(
-                f"{image_name} of {image.width}x{image.height} pixels: the processor writes other text around it than "
-                f"around other images, as {self.name} does for images cut into pieces. Turn that off in the model's "
-                "preprocessor_config.json."
+                f"{image_name}: the processor writes other text around it than around other images, as {self.name} "
+                "does for images cut into pieces. Turn that off in the model's preprocessor_config.json."
             )
-        count, features = tokens.count(self.image_id), tokens.count(self.image_id)
-        if family.features is not None:
-            features = family.features(self._config, moved)
+        features = count = tokens.count(self.image_id)
+        if family.counts_by_grid:
+            features = len(moved["pixel_values"]) // self.processor.config.vision_config.spatial_merge_size**2
         if count != features or count < 1:
             raise DataError(
-                f"{image_name} of {image.width}x{image.height} pixels has {count} tokens to stand for it, and "
-                f"{self.name} makes {features} features of it. The model's preprocessor_config.json and config.json do "
-                "not belong together."
+                f"{image_name} has {count} tokens to stand for it, and {self.name} makes {features} features of it. "
+                "The model's preprocessor_config.json and config.json do not belong together."
             )
         inputs: dict[str, NDArray[Any]] = {}
         for name, values in moved.items():
@@ -194,11 +191,10 @@ class ImageSide:
             (f"see {mark} or\n{mark}.", alike[:2]),
             (f"{mark}{mark}\n\nis\n" + mark * (len(alike) - 2), alike[::-1]),
         ):
-            difference = self._difference(
-                text, self._asked.ids(text), [images[n] for n in chosen], [prepared[n] for n in chosen]
-            )
-            if difference:
-                raise NoImageRules(contradiction(self.name, "images of noise", difference))
+            tokens, pair = self.processor.ids(text), ([images[n] for n in chosen], [prepared[n] for n in chosen])
+            contradiction = self._contradiction(text, tokens, *pair, "images of noise")
+            if contradiction:
+                raise NoImageRules(contradiction)
 
     def compare(
         self, tokens: Sequence[int], images: Sequence[Any], prepared: Sequence[PreparedImage], row_name: str
@@ -217,91 +213,54 @@ class ImageSide:
         Raises:
             ModelError: They differ.
         """
-        text = self.decode(tokens)
-        if self.ids(text) != list(tokens):
+        text = self.processor.decode(tokens)
+        if self.processor.ids(text) != list(tokens):
             return False
-        difference = self._difference(text, tokens, images, prepared)
-        if difference:
-            raise ModelError(f"Images cannot be trained on: {contradiction(self.name, row_name, difference)}.")
+        contradiction = self._contradiction(text, tokens, images, prepared, row_name)
+        if contradiction:
+            raise ModelError(f"Images cannot be trained on: {contradiction}.")
         return True
+
+    def _contradiction(
+        self, text: str, tokens: Sequence[int], images: Sequence[Any], prepared: Sequence[PreparedImage], subject: str
+    ) -> str:
+        """Return sentences about a processor whose whole output for a text differs from ours; "" where it does not."""
+        try:
+            difference = self._difference(text, tokens, images, prepared)
+        except FAILURES as error:
+            difference = f"it fails: {error!r:.300}"
+        return difference and (
+            f"the processor of {self.name} contradicts itself for {subject}: {difference}. Its output for a whole text "
+            "has to be its output for the images one by one, in the place of their tokens. The processor's files are "
+            "not this model's, or transformers changed it"
+        )
 
     def _difference(
         self, text: str, tokens: Sequence[int], images: Sequence[Any], prepared: Sequence[PreparedImage]
     ) -> str:
-        """Return how the processor's whole output for a text differs from ours; "" where it does not."""
-        try:
-            answer = self._asked.ask(images, self.family.for_processor(text))
-            return first_difference(self.family, self._expected(tokens, prepared), answer)
-        except FAILURES as error:
-            return f"it fails: {error!r:.300}"
-
-    def _expected(self, tokens: Sequence[int], prepared: Sequence[PreparedImage]) -> Expected:
+        family = self.family
+        answer = self.processor.ask(images, family.for_processor(text))
         laid = self.expanded(Stretch(list(tokens), [False] * len(tokens)), prepared)
-        arguments = array_arguments(joined_inputs(laid))
-        return Expected(
-            laid.tokens, {name: np.moveaxis(arguments[name], 0, self.family.axes[name]) for name in self.family.inputs}
-        )
-
-    @property
-    def video_fps(self) -> float:
-        """Frames that belong to one second where a row does not say."""
-        return self._videos.fps
-
-    def prepare_video(self, frames: Sequence[Any], fps: float | None, video_name: str) -> PreparedImage:
-        """Return the tokens and inputs of one video.
-
-        Raises:
-            DataError: The model takes none, or not this one.
-        """
-        video = self.family.video
-        if video is None or self.video_id is None:
-            raise DataError(f"{video_name}: {self.why_no_videos()}. Remove the row.")
-        sizes = sorted({(frame.width, frame.height) for frame in frames})
-        if len(sizes) > 1:
-            (first_size, second_size) = (f"{width}x{height}" for width, height in sizes[:2])
-            raise DataError(
-                f"{video_name} has frames of {first_size} and of {second_size} pixels. Bring all of them to one size."
+        if answer.tokens != laid.tokens:
+            pairs = enumerate(zip(answer.tokens, laid.tokens, strict=False))
+            at = next((index for index, (theirs, ours) in pairs if theirs != ours), "the end")
+            return f"its {len(answer.tokens)} tokens are not the {len(laid.tokens)} that follow, from token {at} on"
+        if family.token_types is not None:
+            marked = np.isin(answer.tokens, family.type_tokens).astype(np.int64).tolist()
+            if answer.types.get(family.token_types) != marked:
+                return f"its {family.token_types} do not mark the image tokens"
+        if set(answer.inputs) != set(family.inputs):
+            return (
+                f"it returns {', '.join(sorted(answer.inputs))} for these images, and {', '.join(family.inputs)} alone"
             )
-        unit = self._processor.patch_size * self._processor.merge_size
-        try:
-            size = frame_size(video, len(frames), *sizes[0], unit, self._video_bounds())
-        except ValueError as error:
-            raise DataError(f"{video_name} of {sizes[0][0]}x{sizes[0][1]} pixels: {error}.") from None
-        inputs = patches_of(frames, self._processor, size)
-        tokens, grids = self._video_tokens(video, inputs, len(frames), self._videos.fps if fps is None else fps)
-        if self.on_video is not None:
-            self.on_video(frames, len(tokens), video_name)
-        return PreparedImage(tokens, inputs, grids)
-
-    def _video_tokens(
-        self, video: VideoFamily, inputs: Inputs, frames: int, fps: float
-    ) -> tuple[tuple[int, ...], tuple[Grid, ...]]:
-        """Return what stands for a video, and where the features in it lie."""
-        merge, span = self._processor.merge_size, self._processor.temporal_patch_size
-        count, rows, columns = (int(side) for side in inputs["image_grid_thw"][0] // [1, merge, merge])
-        assert self.video_id is not None
-        if not video.written_times:
-            pace = self._config.vision_config.tokens_per_second * span / fps if video.in_seconds else 1.0
-            return (self.video_id,) * (count * rows * columns), (Grid(0, count, rows, columns, pace),)
-        written = video.placeholder.replace(video.token, video.token * (rows * columns))
-        text = "".join(video.written_times.format(time) + written for time in seconds_of(frames, fps, span))
-        tokens = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        starts = [index for index, token in enumerate(tokens) if token == self.video_id][:: rows * columns]
-        return tokens, tuple(Grid(start, 1, rows, columns, 1.0) for start in starts)
-
-    def why_no_videos(self) -> str:
-        """Return why no row may have a video; "" where it may."""
-        if self.video_id is not None:
-            return ""
-        if self.family.video is None:
-            return f"{self.name} is trained on text and images, and on no videos"
-        return f"the tokenizer has no {self.family.video.token} with the id that the model marks videos by"
-
-    def _video_bounds(self) -> tuple[int, int]:
-        options = self._videos
-        size = dict(self._processor.size) if options.size is None else options.size
-        low = size["shortest_edge"] if options.min_pixels is None else options.min_pixels
-        return low, size["longest_edge"] if options.max_pixels is None else options.max_pixels
+        arguments = array_arguments(joined_inputs(laid))
+        for name in family.inputs:
+            theirs, ours = answer.inputs[name], np.moveaxis(arguments[name], 0, family.axes[name])
+            if theirs.shape != ours.shape:
+                return f"its {name} have the shape {list(theirs.shape)}, where {list(ours.shape)} follows"
+            if not np.array_equal(theirs, ours):
+                return f"its {name} are not those of the images one by one, in their order"
+        return ""
 
     def rewritten(self, template: Any) -> Any:
         """Return the source of a chat template that writes the family's whole placeholder for an image."""
@@ -321,18 +280,6 @@ class ImageSide:
     def places(self, tokens: Sequence[int]) -> int:
         """Return how many images and videos these tokens, not yet expanded, have a place for."""
         return sum(token in (self.image_id, self.video_id) for token in tokens)
-
-    def token_id(self, token: str) -> int:
-        """Return the id of a token of the processor's."""
-        return int(self._tokenizer.convert_tokens_to_ids(token))
-
-    def ids(self, text: str) -> list[int]:
-        """Return the tokens of text alone."""
-        return self._asked.ids(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def expanded(self, stretch: Stretch, images: Sequence[PreparedImage]) -> Stretch:
         """Put each image's tokens in the place of its placeholder; none of them is trained."""
@@ -356,11 +303,38 @@ class ImageSide:
             trained.extend([False] * len(image.tokens))
         return Stretch(tokens, trained, tuple(spans))
 
+    def marked(self, tokens: Sequence[int], name: str) -> list[int]:
+        """Return tokens, not yet expanded, with the mark that the processor reads in the place of each placeholder.
+
+        A placeholder may have grown together with its text: where it ends in a line break, a vocabulary that has runs
+        of them makes one token of both. The text is then tokenised anew with its marks.
+
+        Raises:
+            DataError: The number of marks would be another than that of images.
+        """
+        family, images = self.family, list(tokens).count(self.image_id)
+        if family.processor_token == family.image_token:
+            return list(tokens)
+        mark = int(self.processor.tokenizer.convert_tokens_to_ids(family.processor_token))
+        placeholder, marked = [*family.before, self.image_id, *family.after], list(tokens)
+        for start in range(len(marked) - len(placeholder), -1, -1):
+            if marked[start : start + len(placeholder)] == placeholder:
+                marked[start : start + len(placeholder)] = [mark]
+        if self.image_id in marked:
+            marked = self.processor.ids(family.for_processor(self.processor.decode(tokens)))
+        if self.image_id in marked or marked.count(mark) != images:
+            raise DataError(
+                f"{name} has {images} images, and {marked.count(mark)} times {family.processor_token} in its text as "
+                "its processor reads it. No text of a row may hold that token, and the chat template must write the "
+                f"whole placeholder {family.placeholder!r} for each image. Remove the row."
+            )
+        return marked
+
     def positions(self, stretch: Stretch) -> NDArray[np.int64] | None:
         """Return [3, L] positions of a sequence with images, where the family turns by grid."""
         if not self.family.turns_by_grid or not stretch.images:
             return None
-        merge = self._config.vision_config.spatial_merge_size
+        merge = self.processor.config.vision_config.spatial_merge_size
         return grid_positions(len(stretch.tokens), stretch.images, merge)
 
     def probe(self, tokens: NDArray[np.int64], sample_id: int) -> Example:
@@ -379,6 +353,12 @@ class ImageSide:
         return {**arguments, self.family.token_types: np.isin(tokens, self.family.type_tokens).astype(np.int64)[None]}
 
 
+def image_marks(config: Any) -> list[int]:
+    """Return the tokens whose embeddings a model replaces where there are images: of features, and Ovis2's of edges."""
+    marks = (config.image_token_id, video_token(config), *(getattr(config, "visual_indicator_token_ids", None) or ()))
+    return [int(token) for token in marks if token is not None]
+
+
 def probe_images(count: int, sample_id: int) -> list[Any]:
     """Return the pictures of noise, in PIL, that `ImageSide.probe` puts into a sequence."""
     from PIL import Image
@@ -390,10 +370,3 @@ def probe_images(count: int, sample_id: int) -> list[Any]:
 
 def _words(shape: Sequence[int]) -> str:
     return "x".join(str(size) for size in shape)
-
-
-def _video_id(family: VisionFamily, tokenizer: Any, config: Any) -> int | None:
-    """Return the token that marks videos; None where model and tokenizer have none in common."""
-    model_token = video_token(config)
-    tokenizer_token = None if family.video is None else tokenizer.convert_tokens_to_ids(family.video.token)
-    return tokenizer_token if tokenizer_token is not None and tokenizer_token == model_token else None

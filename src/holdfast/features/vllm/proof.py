@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from holdfast.data.batches.packing import Share, pack, to_device
+from holdfast.data.content.image_files import png_url
 from holdfast.data.content.lengths import Stretch, example_of
-from holdfast.data.content.pixels import png_url
-from holdfast.data.tokens.marks import with_marks
 from holdfast.data.tokens.vision import ImageSide, probe_images
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.buckets import Inspection
@@ -271,7 +270,7 @@ def _with_image(images: ImageSide, text: ProofSequence) -> ProofSequence:
     tokens = [*text.served.tokens[:half], *images.placeholder_ids, *text.served.tokens[half:]]
     example = images.probe(np.asarray([*tokens, tokens[0]], np.int64), 0)
     urls = [png_url(image) for image in probe_images(1, 0)]
-    served = ServedPrompt(example.tokens[:-1].tolist(), with_marks(images, tokens, "a proof"), urls)
+    served = ServedPrompt(example.tokens[:-1].tolist(), images.marked(tokens, "a proof"), urls)
     return ProofSequence(served, example)
 
 

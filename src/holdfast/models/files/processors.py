@@ -11,18 +11,20 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from holdfast.data.content.vision_families import rules_of
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 _CLASS = "processor_class"
+
+_CLASS_OF = {"smolvlm": "Idefics3Processor"}
+"""Classes in the place of a family's own: SmolVLM's writes the same for images, and wants num2words, for videos."""
 
 _ROUNDS = 12
 """Tokens that a tokenizer may lack by name; the configuration says which they are."""
@@ -67,7 +69,7 @@ def whole_processor(image_processor: Any, tokenizer: Any, config: Any, settings:
         NoProcessor: transformers has no such class, or cannot build it without torchvision.
     """
     processor_class = _without_videos(_class_of(config, settings))
-    arguments = {**_from_config(processor_class, config), **(rules_of(config).settings or _nothing)(config)}
+    arguments = {**_from_config(processor_class, config), **_OLDER.get(config.model_type, _nothing)(config)}
     accepted = inspect.signature(processor_class.__init__).parameters
     arguments |= {name: value for name, value in settings.items() if name in accepted}
     parts = dict.fromkeys(processor_class.get_attributes()) | {"image_processor": image_processor}
@@ -103,15 +105,35 @@ def write_processor(directory: Path, processor: Any, options: Mapping[str, Any])
         (directory / name).write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def _nothing(_: Any) -> Mapping[str, Any]:
+def _nothing(_: Any) -> dict[str, int]:
     return {}
+
+
+def _of_llava(config: Any) -> dict[str, int]:
+    """Return how many tokens beside the patches the tower has."""
+    return {"num_additional_image_tokens": int("clip" in config.vision_config.model_type)}
+
+
+def _of_idefics3(config: Any) -> dict[str, int]:
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    return {"image_seq_len": int(side**2 // config.scale_factor**2)}
+
+
+_OLDER: Mapping[str, Callable[[Any], dict[str, int]]] = {
+    "llava": _of_llava,
+    "llava_next": _of_llava,
+    "gemma3": lambda config: {"image_seq_length": config.mm_tokens_per_image},
+    "idefics3": _of_idefics3,
+    "smolvlm": _of_idefics3,
+}
+"""By model_type, arguments of the processor's class that older directories have in no file."""
 
 
 def _class_of(config: Any, settings: Mapping[str, Any]) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     names = dict(PROCESSOR_MAPPING_NAMES)
-    name = rules_of(config).processor or settings.get(_CLASS) or names.get(config.model_type)
+    name = _CLASS_OF.get(config.model_type) or settings.get(_CLASS) or names.get(config.model_type)
     if name is None:
         raise NoProcessor(f"transformers names no processor for {config.model_type}")
     problem: Exception | None = None

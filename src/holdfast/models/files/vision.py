@@ -13,9 +13,8 @@ from torch import nn
 
 from holdfast.config.sections.data import TextConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.videos import VideoOptions
-from holdfast.data.content.vision_families import may_see, rules_of
-from holdfast.data.tokens.derivation import NoImageRules
+from holdfast.data.tokens.processor import NoImageRules, may_see
+from holdfast.data.tokens.videos import VideoOptions
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.files import read_json
@@ -34,6 +33,9 @@ FREEZE_PRESETS: Mapping[str, str] = {
 
 _CAST_TO_STORAGE = ("idefics3", "smolvlm")
 """Families whose model casts pixel values to the storage dtype of its parameters."""
+
+_OTHER_POSITIONS = ("hunyuan_vl",)
+"""Families whose configuration reads like that of M-RoPE, with axes of another meaning."""
 
 _TOWER = re.compile(r"(model\.)?(visual|vision_tower|vision_model|audio_tower|qformer)")
 
@@ -165,8 +167,11 @@ def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds
     """
     if not may_see(config):
         return f"{config.model_type} reads text alone, or its images are not known here"
-    if refused := rules_of(config).refused:
-        return f"Images of {config.model_type} cannot be trained on: {refused}"
+    if config.model_type in _OTHER_POSITIONS:
+        return (
+            f"Images of {config.model_type} cannot be trained on: positions of image tokens are column, row and number "
+            "of the image, a rule that is not followed here"
+        )
     if processor is None and _needs_torchvision(config.model_type):
         return f"transformers' {_usual_class(config.model_type)} needs torchvision, which is not used here"
     if processor is None:

@@ -17,7 +17,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from holdfast.data.content.vision_families import attends_both_ways, image_marks, may_see, video_token
+from holdfast.data.tokens.processor import attends_both_ways, may_see
+from holdfast.data.tokens.videos import video_token
+from holdfast.data.tokens.vision import image_marks
 from holdfast.errors import ModelError
 from holdfast.models.support import Support
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.vision_families import may_see
+from holdfast.data.tokens.processor import may_see
 from holdfast.errors import ModelError
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.adapters.files import AdapterSource, check_base, note_of_base, refuse_other_scale

@@ -13,7 +13,7 @@ from holdfast.config.verbs.distill import DistillRolloutConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates
 from holdfast.data.batches.packing import unpack
-from holdfast.data.content.grids import going_on
+from holdfast.data.content.model_inputs import going_on
 from holdfast.objectives.supervised import Comparison
 from holdfast.parallel.collectives import RankGroup
 from holdfast.rollout.sampling import mixed

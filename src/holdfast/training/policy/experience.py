@@ -23,7 +23,7 @@ from holdfast.config.sections.policy import ByCovariance, ClipCovConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, SequenceInfo
-from holdfast.data.content.grids import going_on
+from holdfast.data.content.model_inputs import going_on
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.layers.attention import pads_branches
 from holdfast.models.layers.rotary import angles_by_length

@@ -17,7 +17,7 @@ import numpy as np
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.stream import PromptBatch
-from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.image_files import ImageFiles
 from holdfast.errors import RunStopped
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.rewards.base import Scored

@@ -9,7 +9,8 @@ from typing import Any
 
 import xxhash
 
-from holdfast.data.content.images import ImageFiles, held_images
+from holdfast.data.content.image_files import ImageFiles
+from holdfast.data.content.images import held_images
 from holdfast.errors import DataError
 from holdfast.types import Prompt
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.data.content.formats import Conversation, prompt_of
-from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.image_files import ImageFiles
 from holdfast.errors import DataError
 from holdfast.metrics.progress import terminal_width
 from holdfast.text.escaping import escaped

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Ranks, SequenceInfo
 from holdfast.data.batches.packing import to_device, unpack
-from holdfast.data.content.grids import going_on
+from holdfast.data.content.model_inputs import going_on
 from holdfast.models.heads.policy import without_dropout
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.objectives.pairs import answers_of

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from holdfast.data.batches.candidates import Tokenise
-from holdfast.data.content.images import ImageFiles, held_images
-from holdfast.data.content.video_files import require_decoder
-from holdfast.data.content.videos import Video
+from holdfast.data.content.image_files import ImageFiles
+from holdfast.data.content.images import Video, held_images
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import S
 from holdfast.errors import DataError
@@ -106,7 +105,6 @@ def _without_images(setting: Setting, data: OpenedData, *, skips: bool) -> Itera
         try:
             for image in held_images(row, name):
                 if isinstance(image, Video):
-                    require_decoder()
                     files.film(image, name)
                     continue
                 path = image.get("path") if isinstance(image, Mapping) and not image.get("bytes") else image

@@ -18,7 +18,7 @@ from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.packing import Share, pack, to_device
-from holdfast.data.content.vision_families import attends_both_ways, may_see
+from holdfast.data.tokens.processor import attends_both_ways, may_see
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, PlanError
 from holdfast.models.check.agreement import Agreement

@@ -21,8 +21,8 @@ from holdfast.config.sections.reward import CodeConfig, JudgeConfig, ModelReward
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
-from holdfast.data.content.counted import unexpected
 from holdfast.data.content.formats import Conversation, prompt_of
+from holdfast.data.content.lengths import unexpected
 from holdfast.data.survey import Survey
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.features.plan.checks.compilers import look_at_compilers

@@ -1,27 +1,28 @@
-"""Ask a model's processor how it writes, counts and returns images, and compare its whole output with ours.
+"""Ask a model's processor how it writes, counts and returns images.
 
-The questions are made-up images of several sizes, alone and two at a time, with text around them. Each rule that the
-answers allow is derived once; then whole texts are compared, tokens and tensors, so that a processor that follows no
-such rule, or answers differently from one call to the next, is refused before a step.
+The questions are made-up images of several sizes, alone and two at a time. Each rule that the answers allow is derived
+once, as an `ImageFamily`. `ImageSide` (vision.py) then compares whole texts, tokens and tensors, so that a processor
+that follows no such rule, or answers differently from one call to the next, is refused before a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.data.content.vision_families import Features, VisionFamily, patch_features, rules_of
 from holdfast.errors import ModelError
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments that tell image tokens from text."""
 _OF_TEXT = {*_TYPES, "input_ids", "attention_mask", "labels", "special_tokens_mask"}
 """What a processor returns of the text."""
+GRID = "image_grid_thw"
+"""The input that has the frames, rows and columns of an image's patches."""
 _SIZES = ((48, 80), (80, 48), (64, 64), (36, 130), (600, 500), (48, 80))
 """(height, width) of the images that are asked for."""
 _MARKS = (("vision_start_token_id", "vision_end_token_id"), ("image_start_token_id", "image_end_token_id"))
@@ -35,6 +36,63 @@ FAILURES = (
 
 class NoImageRules(ModelError):
     """Why images of a model cannot be trained on; its text can."""
+
+
+def may_see(config: Any) -> bool:
+    """Whether a configuration has a vision tower and a token for its features."""
+    return getattr(config, "vision_config", None) is not None and getattr(config, "image_token_id", None) is not None
+
+
+def attends_both_ways(config: Any) -> bool:
+    """Whether image tokens see later ones of their image, which packed attention does not have.
+
+    Gemma 4 says so in its configuration; Gemma 3 says it nowhere.
+    """
+    declared = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    return declared or str(config.model_type) == "gemma3"
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """How one model writes and counts images."""
+
+    placeholder: str
+    """Stands for one image in plain text; it holds `image_token` once."""
+    image_token: str
+    """The token at which the model puts features. In text without features it marks an image."""
+    processor_token: str
+    """What the processor reads as the mark of an image, and what the family's chat template writes."""
+    before: tuple[int, ...]
+    """Tokens of the processor's text for an image that `placeholder` has before `image_token`."""
+    after: tuple[int, ...]
+    """Tokens of the processor's text for an image that `placeholder` has after `image_token`."""
+    inputs: tuple[str, ...]
+    """Arguments of the model that the processor makes of images."""
+    axes: Mapping[str, int]
+    """The dimension along which the processor joins images, by input."""
+    ragged: tuple[str, ...]
+    """Inputs whose images differ in further dimensions; the processor fills the smaller ones up with zeros."""
+    token_types: str | None
+    """The model's argument that tells image tokens from text."""
+    type_tokens: tuple[int, ...]
+    """Tokens that `token_types` marks by 1."""
+    turns_by_grid: bool
+    """Whether positions of image tokens have three axes: time, row and column (M-RoPE, arXiv:2409.12191)."""
+    takes_pixel_budget: bool
+    """Whether the size an image is brought to depends on its own, between two bounds."""
+    counts_by_grid: bool
+    """Whether the processor returns a grid whose patches are the rows of `pixel_values`, which counts the features."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the identity of a run has of it, as JSON."""
+        return {name: value for name, value in asdict(self).items() if name != "counts_by_grid"}
+
+    def for_processor(self, text: str) -> str:
+        """Return a text with the marks of images that the processor reads."""
+        if self.processor_token == self.image_token:
+            return text
+        return text.replace(self.placeholder, self.processor_token)
 
 
 @dataclass(frozen=True)
@@ -83,13 +141,9 @@ class ModelProcessor:
         """Return the tokens of text alone."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-
-@dataclass(frozen=True)
-class Expected:
-    """What a processor should return of one text."""
-
-    tokens: list[int]
-    inputs: Mapping[str, NDArray[Any]]
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def made_up_images() -> list[Any]:
@@ -101,7 +155,7 @@ def made_up_images() -> list[Any]:
     return [Image.fromarray(pixels) for pixels in noise]
 
 
-def derived(processor: ModelProcessor) -> VisionFamily:
+def derived(processor: ModelProcessor) -> ImageFamily:
     """Return the family that a processor's answers describe.
 
     Raises:
@@ -122,8 +176,7 @@ def derived(processor: ModelProcessor) -> VisionFamily:
     before, after = _around(processor, mark, [answer.tokens for answer in answers])
     axes, ragged = _joins(processor, mark, images, answers)
     token_types, type_tokens = _types(processor, answers)
-    rules, features = rules_of(processor.config), _feature_rule(processor.config, answers)
-    return VisionFamily(
+    return ImageFamily(
         placeholder=_placeholder(processor, token, answers[0].tokens, before, after),
         image_token=token,
         processor_token=mark,
@@ -134,10 +187,10 @@ def derived(processor: ModelProcessor) -> VisionFamily:
         ragged=ragged,
         token_types=token_types,
         type_tokens=type_tokens,
-        turns_by_grid=_turns_by_grid(processor.config),
+        turns_by_grid=_turns_by_grid(processor.config, answers),
         takes_pixel_budget={"shortest_edge", "longest_edge"} <= _bounds_of(processor.upstream.image_processor),
-        features=rules.features or features,
-        video=rules.video,
+        counts_by_grid=_has_grid(processor.config, answers)
+        and all(len(answer.inputs.get("pixel_values", ())) == answer.inputs[GRID].prod() for answer in answers),
     )
 
 
@@ -148,35 +201,12 @@ def _answers(processor: ModelProcessor, mark: str, images: Sequence[Any]) -> lis
         NoImageRules: It takes no image.
     """
     try:
-        answers = [_asked(processor, image, mark) for image in images]
-    except NoImageRules:
-        if mark in processor.tokenizer.get_vocab():
-            raise
-        return []
-    return answers if all(processor.image_id in answer.tokens for answer in answers) else []
-
-
-def _feature_rule(config: Any, answers: Sequence[Answer]) -> Features | None:
-    """Return how the features of an image are counted, if the processor returns a grid of patches.
-
-    Raises:
-        NoImageRules: It returns none, and positions need one.
-    """
-    merges = getattr(config.vision_config, "spatial_merge_size", None) is not None
-    has_grid = merges and "image_grid_thw" in answers[0].inputs
-    if _turns_by_grid(config) and not has_grid:
-        raise NoImageRules(f"positions of {config.model_type} have several axes, and its processor returns no grid")
-    rows_are_patches = has_grid and all(
-        len(answer.inputs.get("pixel_values", ())) == answer.inputs["image_grid_thw"].prod() for answer in answers
-    )
-    return patch_features if rows_are_patches else None
-
-
-def _asked(processor: ModelProcessor, image: Any, text: str) -> Answer:
-    try:
-        return processor.ask([image], text)
+        answers = [processor.ask([image], mark) for image in images]
     except FAILURES as error:
+        if mark not in processor.tokenizer.get_vocab():
+            return []
         raise NoImageRules(f"the processor of {processor.name} takes no image of noise: {error!r:.300}") from None
+    return answers if all(processor.image_id in answer.tokens for answer in answers) else []
 
 
 def _refuse_tokens_of_its_own(processor: ModelProcessor, answers: Sequence[Answer]) -> None:
@@ -196,10 +226,23 @@ def _bounds_of(image_processor: Any) -> set[str]:
     return {name for name, value in dict(getattr(image_processor, "size", None) or {}).items() if value is not None}
 
 
-def _turns_by_grid(config: Any) -> bool:
+def _has_grid(config: Any, answers: Sequence[Answer]) -> bool:
+    return getattr(config.vision_config, "spatial_merge_size", None) is not None and GRID in answers[0].inputs
+
+
+def _turns_by_grid(config: Any, answers: Sequence[Answer]) -> bool:
+    """Return whether positions have three axes.
+
+    Raises:
+        NoImageRules: They have, and the processor returns no grid for them.
+    """
     text = config.get_text_config()
     rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    return "mrope_section" in rotary
+    if "mrope_section" not in rotary:
+        return False
+    if not _has_grid(config, answers):
+        raise NoImageRules(f"positions of {config.model_type} have several axes, and its processor returns no grid")
+    return True
 
 
 def _around(
@@ -248,8 +291,7 @@ def _placeholder(
     processor: ModelProcessor, token: str, tokens: Sequence[int], before: tuple[int, ...], after: tuple[int, ...]
 ) -> str:
     if before or after:
-        first, last = (processor.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (before, after))
-        return f"{first}{token}{last}"
+        return f"{processor.decode(before)}{token}{processor.decode(after)}"
     for names in _MARKS:
         ids = [getattr(processor.config, name, None) for name in names]
         marks = [None if mark is None else processor.tokenizer.convert_ids_to_tokens(mark) for mark in ids]
@@ -275,7 +317,8 @@ def _joins(
             if name not in axes:
                 continue  # the comparison of whole outputs names it
             pair = (one.inputs[name], other.inputs[name])
-            axes[name] = next((axis for axis in (0, 1) if _joined_length(pair, axis) == _length(values, axis)), 0)
+            lengths = {axis: sum(_length(value, axis) for value in pair) for axis in (0, 1)}
+            axes[name] = next((axis for axis in (0, 1) if lengths[axis] == _length(values, axis)), 0)
             moved = [np.moveaxis(value, axes[name], 0) for value in pair]
             if moved[0].shape[1:] != moved[1].shape[1:]:
                 ragged.add(name)
@@ -284,10 +327,6 @@ def _joins(
 
 def _length(values: NDArray[Any], axis: int) -> int:
     return values.shape[axis] if values.ndim > axis else -1
-
-
-def _joined_length(pair: Sequence[NDArray[Any]], axis: int) -> int:
-    return sum(_length(values, axis) for values in pair)
 
 
 def _types(processor: ModelProcessor, answers: Sequence[Answer]) -> tuple[str | None, tuple[int, ...]]:
@@ -309,43 +348,7 @@ def _types(processor: ModelProcessor, answers: Sequence[Answer]) -> tuple[str | 
     return names[0], tuple(sorted(marked))
 
 
-def first_difference(family: VisionFamily, expected: Expected, answer: Answer) -> str:
-    """Return how a processor's whole output differs from ours; "" where it does not.
-
-    Args:
-        family: What was derived.
-        expected: Ours, with the inputs of all images as the processor returns them.
-        answer: The processor's.
-    """
-    if answer.tokens != expected.tokens:
-        pairs = enumerate(zip(answer.tokens, expected.tokens, strict=False))
-        at = next((index for index, (theirs, ours) in pairs if theirs != ours), "the end")
-        return f"its {len(answer.tokens)} tokens are not the {len(expected.tokens)} that follow, from token {at} on"
-    if family.token_types is not None:
-        marked = np.isin(answer.tokens, family.type_tokens).astype(np.int64).tolist()
-        if answer.types.get(family.token_types) != marked:
-            return f"its {family.token_types} do not mark the image tokens"
-    if set(answer.inputs) != set(family.inputs):
-        return f"it returns {', '.join(sorted(answer.inputs))} for these images, and {', '.join(family.inputs)} alone"
-    for name, values in expected.inputs.items():
-        theirs = answer.inputs[name]
-        if theirs.shape != values.shape:
-            return f"its {name} have the shape {list(theirs.shape)}, where {list(values.shape)} follows"
-        if not np.array_equal(theirs, values):
-            return f"its {name} are not those of the images one by one, in their order"
-    return ""
-
-
-def contradiction(name: str, subject: str, difference: str) -> str:
-    """Return the sentences about a processor whose whole output for a subject differs from ours."""
-    return (
-        f"the processor of {name} contradicts itself for {subject}: {difference}. Its output for a whole text has to "
-        "be its output for the images one by one, in the place of their tokens. The processor's files are not this "
-        "model's, or transformers changed it"
-    )
-
-
-def refuse_other_patches(family: VisionFamily, name: str, processor: Any, config: Any) -> None:
+def refuse_other_patches(family: ImageFamily, processor: ModelProcessor) -> None:
     """Compare what the image processor cuts with what the tower takes.
 
     Raises:
@@ -353,22 +356,17 @@ def refuse_other_patches(family: VisionFamily, name: str, processor: Any, config
     """
     if not family.turns_by_grid:
         return
-    vision = config.vision_config
-    pairs = {
-        "patch_size": "patch_size",
-        "temporal_patch_size": "temporal_patch_size",
-        "merge_size": "spatial_merge_size",
-    }
-    for setting, field_name in pairs.items():
-        ours, theirs = getattr(processor, setting, None), getattr(vision, field_name, None)
+    for setting in ("patch_size", "temporal_patch_size", "merge_size"):
+        ours = getattr(processor.upstream.image_processor, setting, None)
+        theirs = getattr(processor.config.vision_config, setting.replace("merge", "spatial_merge"), None)
         if None not in (ours, theirs) and ours != theirs:
             raise ModelError(
-                f"The image processor of {name} has {setting}={ours}, the model's vision tower {theirs}. The model's "
-                "preprocessor_config.json and config.json do not belong together."
+                f"The image processor of {processor.name} has {setting}={ours}, the model's vision tower {theirs}. The "
+                "model's preprocessor_config.json and config.json do not belong together."
             )
 
 
-def pixel_bounds(family: VisionFamily, name: str, processor: Any, low: int | None, high: int | None) -> dict[str, int]:
+def pixel_bounds(family: ImageFamily, processor: ModelProcessor, low: int | None, high: int | None) -> dict[str, int]:
     """Return the image processor's `size` within the bounds of `data`.
 
     Raises:
@@ -376,10 +374,10 @@ def pixel_bounds(family: VisionFamily, name: str, processor: Any, low: int | Non
     """
     if not family.takes_pixel_budget:
         raise ModelError(
-            f"data.min_pixels and data.max_pixels do not apply to {name}: its images are all brought to one size. "
-            "Remove them."
+            f"data.min_pixels and data.max_pixels do not apply to {processor.name}: its images are all brought to one "
+            "size. Remove them."
         )
-    size = dict(processor.size)
+    size = dict(processor.upstream.image_processor.size)
     bounds = {
         "shortest_edge": size["shortest_edge"] if low is None else low,
         "longest_edge": size["longest_edge"] if high is None else high,

@@ -1,6 +1,6 @@
-"""Decode files of videos into frames at a steady rate, by PyAV.
+"""Decode films into frames with times, by PyAV.
 
-A film becomes what a list of frames is: images in RGB, upright, and how many of them belong to a second. Which frames
+A film becomes a list of frames: images in RGB, upright, and the number of them that belongs to a second. Which frames
 are taken follows from the file and the options alone, so that every rank and every resume has the same ones: one
 thread decodes, colours are converted by exact arithmetic, and times are compared as fractions.
 
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.data.content.images import Frames
 from holdfast.errors import ConfigError, DataError
 from holdfast.files import PASSING
 
@@ -40,13 +41,71 @@ _CUT = "it ends before its last frame"
 
 
 @dataclass(frozen=True)
-class Film:
-    """A decoded film."""
+class FilmFile:
+    """A film that is not decoded yet.
 
-    frames: tuple[Any, ...]
-    """PIL images in RGB, at even distances in time from the film's first frame on."""
-    fps: float
-    """How many of them belong to a second."""
+    Raises:
+        ConfigError: PyAV is not installed. It is no fault of a row, so that `data.on_bad_row: skip` does not hide it.
+    """
+
+    file: Path | bytes
+    """A file, or its bytes."""
+    name: str
+    """What an error calls it."""
+
+    def __post_init__(self) -> None:
+        """Look for the decoder."""
+        try:
+            import av  # noqa: F401
+        except ImportError:
+            raise ConfigError(
+                "Rows name films (files of videos), and decoding them needs a package: pip install 'holdfast[video]'. "
+                "Or write the frames as images, and name them in a list."
+            ) from None
+
+    def frames(self, fps: float, most: int | None) -> Frames:
+        """Return frames at a steady rate, from the film's first frame on.
+
+        The frame taken at a time is the one that a player shows then. A rate that would take fewer than
+        `FEWEST_FRAMES` is raised, one that would take more than `most` lowered, and no film gives more frames than it
+        has.
+
+        Args:
+            fps: Frames of a second that are wanted.
+            most: Most frames; None: `MOST_FRAMES`.
+
+        Raises:
+            DataError: It does not decode to its end, has no pictures or no times, or its frames would take too much
+                memory.
+        """
+        with _named(self):
+            shown = _shown(self.file)
+            length = shown.end - shown.first
+            count, rate = frames_of(length, shown.count, fps, MOST_FRAMES if most is None else most)
+            times = [shown.first + number / rate for number in range(count)]
+            return Frames(tuple(_images(_pixels(self.file, times))), float(rate))
+
+    def first_frame(self) -> Any:
+        """Return the first frame, in PIL.
+
+        Raises:
+            DataError: As `frames`.
+        """
+        with _named(self):
+            return next(_images(_pixels(self.file, [Fraction(-(2**63))])))  # films may begin before 0
+
+    def excerpt(self) -> bytes:
+        """Return what tells a film from others: its size, and its first and last bytes.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        with io.BytesIO(self.file) if isinstance(self.file, bytes) else self.file.open("rb") as content:
+            size = content.seek(0, io.SEEK_END)
+            content.seek(0)
+            first = content.read(_EXCERPT)
+            content.seek(max(len(first), size - _EXCERPT))
+            return f"{size} ".encode() + first + content.read()
 
 
 @dataclass(frozen=True)
@@ -73,69 +132,6 @@ class _Packet(NamedTuple):
     is_shown: bool
 
 
-def require_decoder() -> None:
-    """Raise unless films can be decoded here.
-
-    Raises:
-        ConfigError: PyAV is not installed. It is no fault of a row, so that `data.on_bad_row: skip` does not hide it.
-    """
-    try:
-        import av  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "Rows name films (files of videos), and decoding them needs a package: pip install 'holdfast[video]'. Or "
-            "write the frames as images, and name them in a list."
-        ) from None
-
-
-def decoded(file: Path | bytes, fps: float, most: int | None, film_name: str) -> Film:
-    """Return frames of a film at a steady rate.
-
-    The frame taken at a time is the one that a player shows then. A rate that would take fewer than `FEWEST_FRAMES` is
-    raised, one that would take more than `most` lowered, and no film gives more frames than it has.
-
-    Args:
-        file: A file, or its bytes.
-        fps: Frames of a second that are wanted.
-        most: Most frames; None: `MOST_FRAMES`.
-        film_name: What an error calls it.
-
-    Raises:
-        DataError: It does not decode to its end, has no pictures or no times, or its frames would take too much memory.
-        ConfigError: PyAV is not installed.
-    """
-    with _named(file, film_name):
-        shown = _shown(file)
-        count, rate = frames_of(shown.end - shown.first, shown.count, fps, MOST_FRAMES if most is None else most)
-        times = [shown.first + number / rate for number in range(count)]
-        frames = tuple(_images(_pixels(file, times)))
-    return Film(frames, float(rate))
-
-
-def first_frame(file: Path | bytes, film_name: str) -> Any:
-    """Return the first frame of a film, in PIL.
-
-    Raises:
-        DataError, ConfigError: As `decoded`.
-    """
-    with _named(file, film_name):
-        return next(_images(_pixels(file, [Fraction(-(2**63))])))  # films may begin before 0
-
-
-def excerpt(file: Path | bytes) -> bytes:
-    """Return what tells a film from others: its size, and its first and last bytes.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with io.BytesIO(file) if isinstance(file, bytes) else file.open("rb") as content:
-        size = content.seek(0, io.SEEK_END)
-        content.seek(0)
-        first = content.read(_EXCERPT)
-        content.seek(max(len(first), size - _EXCERPT))
-        return f"{size} ".encode() + first + content.read()
-
-
 def frames_of(length: Fraction, count: int, fps: float, most: int) -> tuple[int, Fraction]:
     """Return how many frames are taken of a film, and how many of them belong to a second.
 
@@ -152,12 +148,11 @@ def frames_of(length: Fraction, count: int, fps: float, most: int) -> tuple[int,
 
 
 @contextmanager
-def _named(file: Path | bytes, film_name: str) -> Iterator[None]:
-    """Make one paragraph of whatever is wrong with a film, and none of what is wrong with this machine for now."""
-    require_decoder()
+def _named(film: FilmFile) -> Iterator[None]:
+    """Make one paragraph of an error of a film, and none of an error of this machine that may pass."""
     from av.error import FFmpegError
 
-    description = f"{len(file)} bytes" if isinstance(file, bytes) else str(file)
+    description = f"{len(film.file)} bytes" if isinstance(film.file, bytes) else str(film.file)
     try:
         yield
     except MemoryError:  # PyAV's is an FFmpegError too
@@ -167,7 +162,7 @@ def _named(file: Path | bytes, film_name: str) -> Iterator[None]:
             raise
         reason = error.strerror if isinstance(error, FFmpegError) else str(error)
         raise DataError(
-            f"{film_name} ({description:.120}) cannot be read as a film: {reason or type(error).__name__}. Write it "
+            f"{film.name} ({description:.120}) cannot be read as a film: {reason or type(error).__name__}. Write it "
             "anew, as in `ffmpeg -i FILM -an -c:v libx264 NEW.mp4`, or remove the row."
         ) from None
 

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from holdfast.data.content.image_fingerprints import images_fingerprint
-from holdfast.data.content.images import ImageFiles
-from holdfast.data.content.video_files import MOST_FRAMES, _named, decoded, first_frame, frames_of
-from holdfast.data.content.videos import seconds_of, video_of
+from holdfast.data.content.image_files import ImageFiles, images_fingerprint
+from holdfast.data.content.images import video_of
 from holdfast.data.rows.rows import from_rows
+from holdfast.data.tokens.videos import seconds_of
 from holdfast.errors import DataError
+from holdfast.features.video.films import MOST_FRAMES, FilmFile, _named, frames_of
 from holdfast.training.policy.sample_images import small_images
 from holdfast.types import Prompt
 from tests.data.test_videos import sequence
@@ -37,8 +37,8 @@ SECONDS = 2
 
 
 def seen(file: Any, fps: float = 2.0, most: int | None = None) -> tuple[list[Any], float]:
-    found = decoded(file, fps, most, "row 3, video 0")
-    return [np.asarray(frame) for frame in found.frames], found.fps
+    found = FilmFile(file, "row 3, video 0").frames(fps, most)
+    return [np.asarray(frame) for frame in found.images], found.fps
 
 
 def assert_frames(file: Any, expected: list[Any], fps: float = 2.0, most: int | None = None) -> float:
@@ -324,7 +324,7 @@ def test_a_title_in_latin_1_refuses_no_film() -> None:
 def test_of_a_film_that_begins_before_0_the_first_frame_is_the_first(tmp_path: Path) -> None:
     file = film(WRITTEN[:3], "matroska", milliseconds=[-500, 0, 500], options={"avoid_negative_ts": "disabled"})
 
-    np.testing.assert_array_equal(np.asarray(first_frame(file, "a film")), WRITTEN[0])
+    np.testing.assert_array_equal(np.asarray(FilmFile(file, "a film").first_frame()), WRITTEN[0])
 
 
 def test_an_error_of_a_file_system_that_may_pass_is_not_blamed_on_the_row() -> None:
@@ -362,7 +362,7 @@ def test_a_bit_in_the_count_of_a_table_is_a_damaged_film_and_no_lack_of_memory(t
         damaged = bytearray(whole)
         damaged[place + bit // 8] ^= 1 << bit % 8
         try:
-            decoded(bytes(damaged), 2.0, None, "Row 7")
+            FilmFile(bytes(damaged), "Row 7").frames(2.0, None)
         except DataError as error:
             assert str(error).startswith("Row 7 ")
             refused += 1
@@ -374,7 +374,7 @@ def test_a_damaged_film_is_not_blamed_where_memory_lacks() -> None:
     whole[whole.find(b"stts") + TABLES["stts"]] ^= 64
 
     with pytest.raises(DataError):
-        decoded(bytes(whole), 2.0, None, "a film")
+        FilmFile(bytes(whole), "a film").frames(2.0, None)
     ended = os.fork()
     if not ended:
         status = 1
@@ -382,7 +382,7 @@ def test_a_damaged_film_is_not_blamed_where_memory_lacks() -> None:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + 2**22, resource.RLIM_INFINITY))
             try:
-                decoded(bytes(whole), 2.0, None, "a film")
+                FilmFile(bytes(whole), "a film").frames(2.0, None)
             except MemoryError:
                 status = 0
         os._exit(status)
@@ -392,7 +392,7 @@ def test_a_damaged_film_is_not_blamed_where_memory_lacks() -> None:
 
 @pytest.mark.parametrize("error", [MemoryError(), av.error.MemoryError(errno.ENOMEM, "Cannot allocate memory")])
 def test_a_lack_of_memory_is_not_blamed_on_the_row(error: MemoryError) -> None:
-    with pytest.raises(MemoryError), _named(b"12", "a film"):
+    with pytest.raises(MemoryError), _named(FilmFile(b"12", "a film")):
         raise error
 
 
@@ -586,7 +586,7 @@ def test_pages_show_the_first_frame_of_a_prompt_s_film(tmp_path: Path) -> None:
     (tmp_path / "small.jpg").write_bytes(small)
     shown = np.asarray(Image.open(tmp_path / "small.jpg")).astype(float)
     assert np.abs(shown - smooth(1)[0]).mean() < 8
-    np.testing.assert_array_equal(np.asarray(first_frame(tmp_path / "clip.mkv", "a film")), smooth(1)[0])
+    np.testing.assert_array_equal(np.asarray(FilmFile(tmp_path / "clip.mkv", "a film").first_frame()), smooth(1)[0])
 
 
 def test_a_film_and_a_list_of_frames_are_told_apart() -> None:

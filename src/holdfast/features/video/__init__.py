@@ -1,0 +1,1 @@
+"""Films: files of videos, decoded into frames."""
