@@ -94,8 +94,7 @@ def bare(world: Any) -> tuple[Callable[[], object], Any]:
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from holdfast.data.batches.packing import pack
-    from holdfast.data.batches.weights import Share
+    from holdfast.data.batches.packing import Share, pack
     from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.models.heads.policy import PolicyModel
     from holdfast.models.layers.attention import PACKED, register_attention

@@ -197,8 +197,7 @@ def _auto(kind: str) -> Any:
 
 
 def _batches(kind: str, settings: Any, config: Any, processor: Any) -> Iterator[Any]:
-    from holdfast.data.batches.packing import pack
-    from holdfast.data.batches.weights import Share
+    from holdfast.data.batches.packing import Share, pack
     from holdfast.data.tokens.chat import RowTokeniser
     from holdfast.models.files.origin import load_tokenizer
     from holdfast.models.files.vision import image_side

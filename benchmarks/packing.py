@@ -21,7 +21,7 @@ from measure import Meter, alternate, heading, resident_mib
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import plan_packs
 from holdfast.data.batches.candidates import CandidateReader
-from holdfast.data.batches.cursor import StreamLimits
+from holdfast.data.batches.passes import StreamLimits
 from holdfast.data.batches.stream import SampleStream
 from holdfast.data.rows.reading import DrawOrder, RowReader
 from holdfast.data.rows.rows import from_rows

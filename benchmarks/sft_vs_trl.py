@@ -161,8 +161,7 @@ def holdfast() -> None:
 def bare() -> None:
     import torch
 
-    from holdfast.data.batches.packing import pack
-    from holdfast.data.batches.weights import Share
+    from holdfast.data.batches.packing import Share, pack
     from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.models.heads.policy import PolicyModel
     from holdfast.models.layers.attention import PACKED, register_attention

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise
-from holdfast.data.batches.cursor import StreamLimits
 from holdfast.data.batches.packing import unpack
+from holdfast.data.batches.passes import StreamLimits
 from holdfast.data.batches.stream import SampleStream
 from holdfast.data.rows.reading import DrawOrder, RowReader
 from holdfast.data.rows.rows import Row, Source

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.data.batches.context import split_row
-from holdfast.data.batches.packing import CommonStart, pack, unpack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import CommonStart, Share, pack, split_row, unpack
 from holdfast.types import Batch, Example
 
 

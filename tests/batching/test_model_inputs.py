@@ -11,8 +11,7 @@ import pytest
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, SequenceInfo
-from holdfast.data.batches.packing import CommonStart, pack, unpack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import CommonStart, Share, pack, unpack
 from holdfast.types import Example
 from tests.batching.streams import Alone
 

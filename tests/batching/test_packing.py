@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.batches.packing import pack, places, split_tokens, to_device, unpack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, places, split_tokens, to_device, unpack
 from holdfast.types import Example
 from tests.batching.examples import assert_same_examples, example, packs
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.verbs.dpo import PairDataConfig
-from holdfast.data.batches.assembly import Layout, assemble, plan_units
+from holdfast.data.batches.assembly import Layout, assemble, plan_units, shares
 from holdfast.data.batches.candidates import Candidates, SequenceInfo
-from holdfast.data.batches.packing import unpack
-from holdfast.data.batches.weights import Share, shares
+from holdfast.data.batches.packing import Share, unpack
 from holdfast.types import Example, MiniBatch
 
 Sizes = Sequence[tuple[int, int, int]]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.data.batches.candidates import Ranks
-from holdfast.data.batches.cursor import StreamLimits
+from holdfast.data.batches.passes import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError
 from tests.batching.sources import indexed, numbered, on_threads, streamed

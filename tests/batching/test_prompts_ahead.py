@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.data.batches.ahead import PromptsAhead, ReadAhead
+from holdfast.data.batches.ahead import ReadAhead, StreamAhead
 from holdfast.data.batches.candidates import CandidateReader
-from holdfast.data.batches.prompts import PromptStream
+from holdfast.data.batches.stream import PromptStream
 from holdfast.data.tokens.chat import Tokenised
 from holdfast.errors import DataError, RunStopped
 from holdfast.types import Prompt
@@ -34,9 +34,9 @@ def prompts(source: Any, tokenise: Any = as_prompt, **data: Any) -> PromptStream
     return PromptStream(rows, like._config)
 
 
-def ahead(inner: PromptStream, last: int | None = None, minutes: float = 1.0, said: Any = None) -> PromptsAhead:
+def ahead(inner: PromptStream, last: int | None = None, minutes: float = 1.0, said: Any = None) -> StreamAhead[Any]:
     tell = said.extend if said is not None else lambda _: None
-    return PromptsAhead(inner, ReadAhead(Alone(), Ours(), last, minutes, tell))
+    return StreamAhead(inner, ReadAhead(Alone(), Ours(), last, minutes, tell))
 
 
 def numbers(batch: Any) -> list[int] | None:
@@ -147,7 +147,7 @@ def test_no_prompt_is_read_behind_the_last_step() -> None:
     assert inner.rows_tokenised == ROWS
 
 
-def hanging(minutes: float) -> tuple[PromptsAhead, threading.Event]:
+def hanging(minutes: float) -> tuple[StreamAhead[Any], threading.Event]:
     """Return a stream that reads the second batch, and what its seventh row waits for."""
     gate = threading.Event()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.batches.cursor import StreamLimits
+from holdfast.data.batches.passes import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from holdfast.data.tokens.chat import Tokenised
 from holdfast.errors import DataError

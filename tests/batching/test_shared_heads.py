@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from holdfast.data.batches.assembly import plan_units, saves_work, taken_apart
-from holdfast.data.batches.packing import CommonStart, pack, unpack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import CommonStart, Share, pack, unpack
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.spans import predictors
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention

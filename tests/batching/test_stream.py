@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from holdfast.data.batches.cursor import StreamLimits
+from holdfast.data.batches.passes import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from holdfast.data.tokens.chat import Tokenised
 from tests.batching.sources import as_tokens, indexed, numbered

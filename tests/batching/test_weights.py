@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.batches.weights import Share, shares
+from holdfast.data.batches.assembly import shares
+from holdfast.data.batches.packing import Share
 
 
 def average_of(average: Any, losses: list[list[float]], prompts: list[int], longest: int) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.data.batches.cursor import StreamLimits
+from holdfast.data.batches.passes import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from tests.batching.sources import Forward, numbered
 from tests.batching.streams import Alone, held, stream

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.ahead import BatchesAhead, Position, StreamAhead
+from holdfast.data.batches.ahead import BatchesAhead, StreamAhead
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
@@ -25,25 +25,13 @@ from tests.training.cases import run
 STEPS = 6
 
 
-class WhenAsked(StreamAhead[Any]):
-    """Reads each batch when it is asked for."""
-
-    def next(self, step: int) -> Any:
-        batch = self._stream.next(step)
-        self._position = Position.of(self._stream)
-        return batch
-
-    def read_ahead(self, step: int) -> Any:
-        return self._stream.read_ahead(step)
-
-
 def run_without(world: World, values: dict[str, Any]) -> Any:
     """Run SFT on batches that are read when they are needed."""
     built = build_run(from_mapping(values, SFTConfig), Path(), world)
     assert isinstance(built.stream, BatchesAhead)
     stream, options = built.stream._stream, built.stream._options
     built.stream.close()
-    built = replace(built, stream=WhenAsked(stream, replace(options, own_ranks=RankGroup(1.0))))
+    built = replace(built, stream=StreamAhead(stream, replace(options, own_ranks=RankGroup(1.0))))
     return fit(built, partial(sft_step, built), partial(evaluate, built.evaluation))
 
 

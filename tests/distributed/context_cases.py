@@ -19,9 +19,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.context import split_row
-from holdfast.data.batches.packing import CommonStart, pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import CommonStart, Share, pack, split_row
 from holdfast.parallel.mesh import World
 from holdfast.training.setup.begin import Live, build_run
 from holdfast.types import Example

@@ -11,8 +11,7 @@ import torch
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.models.adapters.live import adapters_off
 from holdfast.parallel.host_memory import live_tensors
 from holdfast.parallel.mesh import World

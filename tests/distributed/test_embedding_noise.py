@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.models.heads.noise import EmbeddingNoise
 from holdfast.parallel.mesh import World
 from tests.crash.runs import log_of, run, values_of

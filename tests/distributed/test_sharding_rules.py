@@ -15,8 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from holdfast import checkpoint
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.errors import RunStopped
 from holdfast.models.names import POLICY_PREFIX
 from holdfast.objectives.base import Tokens

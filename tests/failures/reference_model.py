@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters

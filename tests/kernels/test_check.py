@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.models.check.forward import documents
 from holdfast.models.check.head_forms import compare_forms
 from holdfast.models.chunks.kernel_form import why_no_triton

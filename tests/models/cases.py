@@ -11,8 +11,7 @@ import torch
 from holdfast.checkpoint.export.write import export
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.models.check.forward import check_forward
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.names import tied_names

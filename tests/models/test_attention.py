@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.errors import ModelError
 from holdfast.models.check.forward import check_forward
 from holdfast.models.heads.policy import PolicyModel

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.models.check.forward import documents
 from holdfast.models.check.head_forms import compare_forms
 from holdfast.models.chunks.form import ScoreOptions

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForSequenceClassification
 
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.errors import ModelError
 from holdfast.models.check.forward import check_forward
 from holdfast.models.heads.scorer import ScoreModel, StoredScoreModel

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, register_attention
 from holdfast.models.layers.family import family_of

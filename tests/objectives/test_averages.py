@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from holdfast.config.sections.data import Average
+from holdfast.data.batches.assembly import shares
 from holdfast.data.batches.packing import pack, split_tokens
-from holdfast.data.batches.weights import shares
 from holdfast.objectives.base import scored_tokens
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.surrogates import GSPO, Clip

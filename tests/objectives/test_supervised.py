@@ -16,8 +16,7 @@ from torch.testing import assert_close
 from transformers.trainer_pt_utils import LabelSmoother
 
 import holdfast.objectives
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, register_attention
 from holdfast.models.layers.family import family_of

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.parallel.mesh import joined_world
 from holdfast.training.run import Setting

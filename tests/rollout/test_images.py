@@ -13,7 +13,7 @@ import torch
 from holdfast.config.sections.data import PromptDataConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.data.batches.prompts import prompt_tokeniser
+from holdfast.data.batches.candidates import prompt_tokeniser
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.files.vision import image_side

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.config.sections.data import DataConfig, PromptDataConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.batches.prompts import prompt_tokeniser
+from holdfast.data.batches.candidates import prompt_tokeniser
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.files.vision import image_side, video_options

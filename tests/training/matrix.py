@@ -18,8 +18,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser

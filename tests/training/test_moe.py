@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.packing import pack, unpack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, unpack
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World

@@ -20,8 +20,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.data import PromptDataConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.data.batches.packing import pack
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack
 from holdfast.data.content.lengths import ImageSpan, Stretch, example_of, joined_inputs
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide

@@ -1,7 +1,8 @@
-"""Assemble the micro-batches of this rank from sequences: plan packs, exchange sequences once, pack.
+"""Assemble the micro-batches of this rank from sequences: share out weights, plan packs, exchange sequences once, pack.
 
-The plan is a pure function of lengths. It has the same number of micro-batches on every rank, since a rank with fewer
-would leave the others waiting in FSDP's collectives. It affects memory and speed only, never the result.
+Weights are set before packs are planned, so no loss depends on how tokens are split over ranks, micro-batches or packs.
+The plan is a pure function of lengths and affects memory and speed only. It has the same number of micro-batches on
+every rank, since a rank with fewer would leave the others waiting in FSDP's collectives.
 """
 
 from __future__ import annotations
@@ -15,15 +16,52 @@ import numpy as np
 import torch
 import xxhash
 
-from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.data import Average, DataConfig, PairAverage
 from holdfast.data.batches.candidates import Candidates, Ranks, SequenceInfo
-from holdfast.data.batches.context import split_rows
-from holdfast.data.batches.packing import CommonStart, pack
-from holdfast.data.batches.weights import Share, shares
-from holdfast.types import Batch, Example, MiniBatch
+from holdfast.data.batches.packing import CommonStart, Share, pack, split_row
+from holdfast.types import Example, MiniBatch
 
 Packs = tuple[tuple[tuple[int, ...], ...], ...]
 """packs[rank][micro_batch] is a tuple of indices of units, shortest first."""
+
+
+def shares(
+    average: Average | PairAverage, trained_tokens: Sequence[int], prompt_ids: Sequence[int], max_length: int
+) -> list[Share]:
+    """Return the share of every sequence of an update; 0 and 0 for a sequence without a trained token.
+
+    - token_mean: the mean over trained tokens (DAPO, arXiv:2503.14476, eq. 8).
+    - sequence_mean: the mean over sequences of their token means (GRPO, arXiv:2402.03300, eq. 3).
+    - constant_length: the mean over sequences of their token sums divided by `max_length`, one constant for the whole
+      run (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    - prompt_mean: the mean over prompts of the token mean over all sequences of a prompt.
+    - pair_mean: the mean over prompts of the token sum over all sequences of a prompt. For losses that sum to one
+      number per prompt, which is what losses of pairs do.
+
+    Args:
+        average: Which of them.
+        trained_tokens: Trained tokens of each sequence of the whole update, over all ranks.
+        prompt_ids: Prompt of each sequence.
+        max_length: The constant of `constant_length`.
+    """
+    trained = np.asarray(trained_tokens, dtype=np.int64)
+    _, prompt, members = np.unique(np.asarray(prompt_ids), return_inverse=True, return_counts=True)
+    match average:
+        case "token_mean":
+            pairs = [(1.0, float(tokens)) for tokens in trained]
+        case "sequence_mean":
+            pairs = [(1.0 / max(tokens, 1), 1.0) for tokens in trained]
+        case "constant_length":
+            pairs = [(1.0 / max_length, 1.0) for _ in trained]
+        case "prompt_mean":
+            totals = np.maximum(np.bincount(prompt, weights=trained), 1.0)[prompt]
+            pairs = [(float(1.0 / total), float(tokens / total)) for tokens, total in zip(trained, totals, strict=True)]
+        case "pair_mean":
+            pairs = [(1.0, float(1.0 / of_prompt)) for of_prompt in members[prompt]]
+    return [
+        Share(weight, count) if tokens > 0 else Share(0.0, 0.0)
+        for (weight, count), tokens in zip(pairs, trained, strict=True)
+    ]
 
 
 class Unit(NamedTuple):
@@ -101,7 +139,8 @@ def plan_packs(
     """
     if lengths and max(lengths) > budget:
         raise ValueError(f"a unit of {max(lengths)} tokens does not fit a pack of {budget}")
-    budget = min(budget, _room_for_all(lengths, padded))  # more room changes nothing, and costs memory
+    everything = len(lengths) * max(lengths, default=0) if padded else sum(lengths)
+    budget = min(budget, max(1, everything))  # more room changes nothing, and costs memory
     costs = [length * (1.0 + attention_share * length) for length in lengths]
     bins = _rows_of_equal_width(lengths, budget) if padded else best_fit_decreasing(lengths, budget)
     count = max(1, -(-len(bins) // ranks)) * ranks
@@ -114,10 +153,6 @@ def plan_packs(
     idle = count - len(bins)
     packs = [tuple(sorted(units, key=lambda unit: (lengths[unit], unit))) for units in bins] + [()] * idle
     return _deal(packs, work + [0.0] * idle, ranks)
-
-
-def _room_for_all(lengths: Sequence[int], padded: bool) -> int:
-    return max(1, len(lengths) * max(lengths, default=0) if padded else sum(lengths))
 
 
 def best_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -230,7 +265,7 @@ class Layout:
     whole_draws: bool = False
     """Whether all sequences of a draw, as many in each, go through one forward pass together."""
     context: int = 1
-    """Neighbouring ranks that share every row; see `context.py`."""
+    """Neighbouring ranks that share every row; see `packing.split_row`."""
     constant_length: int | None = None
     """The constant of that average; default: data.max_length."""
     stand_in: Mapping[str, Any] = field(default_factory=dict)
@@ -247,17 +282,28 @@ def assemble(candidates: Candidates[Example], ranks: Ranks, config: DataConfig, 
     share = shares(config.average, trained, draws, constant)
     packs = _plan(sequences, draws, ranks.size, config.tokens_per_micro_batch, layout)
     examples = _move(candidates, ranks, packs)
-    stand_ins = _stand_ins(packs, sequences, layout)
-    micro_batches = tuple(
-        _pack(units, examples, share, layout, stand_in)
-        for units, stand_in in zip(packs[ranks.rank], stand_ins, strict=True)
-    )
+    micro_batches = []
+    for number, units in enumerate(packs[ranks.rank]):
+        members = [index for unit in units for index in unit.members]
+        in_this_pass = (index for of_rank in packs for unit in of_rank[number] for index in unit.members)
+        batch = pack(
+            [examples[index] for index in members],
+            [share[index] for index in members],
+            padded=layout.padded,
+            pad_token=layout.pad_token,
+            dtype=layout.dtype,
+            columns=layout.columns,
+            heads=[head for unit in units for head in _heads(unit)],
+            stand_in=layout.stand_in if any(sequences[index].has_inputs for index in in_this_pass) else {},
+            multiple_of=layout.context,
+        )
+        micro_batches.append(split_row(batch, ranks.rank % layout.context, layout.context))
     forwarded = sum(unit.tokens for of_rank in packs for units in of_rank for unit in units) / layout.context
     tokens = sum(sequence.tokens for sequence in sequences)
     capacity = len(packs[0]) * ranks.size * config.tokens_per_micro_batch
     counted = {f"data/{name}": float(number) for name, number in candidates.counts.items()}
     return MiniBatch(
-        micro_batches=split_rows(micro_batches, ranks.rank, layout.context),
+        micro_batches=tuple(micro_batches),
         count=sum(sequence_share.count for sequence_share in share),
         samples=len(sequences),
         tokens=tokens,
@@ -302,9 +348,12 @@ def _units(sequences: Sequence[SequenceInfo], draws: Sequence[int], budget: int,
     units = plan_units(lengths, heads, draws, budget, whole_draws=layout.whole_draws)
     if not layout.weighs_heads:
         return units
-    return [
-        weighed_unit for unit in units for weighed_unit in _weighed(unit, lengths, sequences, layout.attention_share)
-    ]
+    weighed: list[Unit] = []
+    for unit in units:
+        # A tower that runs once for all members always pays.
+        pays = sequences[unit.members[0]].has_inputs or saves_work(unit, lengths, layout.attention_share)
+        weighed += [unit] if pays else taken_apart(unit, lengths)
+    return weighed
 
 
 def _drawn_apart(lengths: Sequence[int], draws: Sequence[int], layout: Layout) -> set[int]:
@@ -315,48 +364,6 @@ def _drawn_apart(lengths: Sequence[int], draws: Sequence[int], layout: Layout) -
     for length, draw in zip(lengths, draws, strict=True):
         angles.setdefault(draw, set()).add(layout.angles_of(length))
     return {draw for draw, several in angles.items() if len(several) > 1}
-
-
-def _weighed(
-    unit: Unit, lengths: Sequence[int], sequences: Sequence[SequenceInfo], attention_share: float
-) -> list[Unit]:
-    """Return a unit, or its members alone where that is less work; a tower that runs once for all always pays."""
-    if sequences[unit.members[0]].has_inputs or saves_work(unit, lengths, attention_share):
-        return [unit]
-    return taken_apart(unit, lengths)
-
-
-def _stand_ins(
-    packs: Sequence[Sequence[Sequence[Unit]]], sequences: Sequence[SequenceInfo], layout: Layout
-) -> list[Mapping[str, Any]]:
-    """Return, for each forward pass, what a rank without model inputs takes instead: nothing where no rank has any."""
-    of_pass = list(zip(*packs, strict=True))
-    has_inputs = [
-        any(sequences[index].has_inputs for units in of_ranks for unit in units for index in unit.members)
-        for of_ranks in of_pass
-    ]
-    return [layout.stand_in if some else {} for some in has_inputs]
-
-
-def _pack(
-    units: Sequence[Unit],
-    examples: Mapping[int, Example],
-    share: Sequence[Share],
-    layout: Layout,
-    stand_in: Mapping[str, Any],
-) -> Batch:
-    members = [index for unit in units for index in unit.members]
-    return pack(
-        [examples[index] for index in members],
-        [share[index] for index in members],
-        padded=layout.padded,
-        pad_token=layout.pad_token,
-        dtype=layout.dtype,
-        columns=layout.columns,
-        heads=[head for unit in units for head in _heads(unit)],
-        stand_in=stand_in,
-        multiple_of=layout.context,
-    )
 
 
 def _heads(unit: Unit) -> list[CommonStart]:
@@ -374,16 +381,15 @@ def _move(
     candidates: Candidates[Example], ranks: Ranks, packs: Sequence[Sequence[Sequence[Unit]]]
 ) -> dict[int, Example]:
     """Send every sequence to the rank that trains it; return this rank's, by index."""
-    outgoing = []
-    for of_rank in packs:
-        indices = sorted(index for units in of_rank for unit in units for index in unit.members)
-        local = [index for index in indices if candidates.sequences[index].owner == ranks.rank]
-        outgoing.append(
-            {
-                index: candidates.own_sequences[(sequence.draw, sequence.index_in_row)]
-                for index, sequence in ((index, candidates.sequences[index]) for index in local)
-            }
-        )
+    own, sequences = candidates.own_sequences, candidates.sequences
+    outgoing = [
+        {
+            index: own[sequences[index].draw, sequences[index].index_in_row]
+            for index in sorted(index for units in of_rank for unit in units for index in unit.members)
+            if sequences[index].owner == ranks.rank
+        }
+        for of_rank in packs
+    ]
     examples: dict[int, Example] = {}
     for received in ranks.swap(outgoing):
         examples |= received

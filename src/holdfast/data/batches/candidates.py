@@ -1,7 +1,7 @@
 """Read and tokenise candidate rows, each on one rank, and share their lengths with all ranks.
 
 The collectives are passed in as `Ranks`, since this layer does not import torch.distributed. With `packing: wrapped`
-the stream of candidates is cut into windows of equal length; the remaining tokens start the next update.
+the candidates are cut into windows of equal length; the remaining tokens start the next update.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
+from holdfast.config.sections.data import DataConfig, PromptDataConfig
+from holdfast.data.content.lengths import joined_inputs
 from holdfast.data.rows.reading import EndOfStream, RowReader
 from holdfast.data.rows.rows import Row
-from holdfast.data.tokens.chat import S, Tokenised
+from holdfast.data.tokens.chat import RowTokeniser, S, Tokenised
 from holdfast.errors import DataError, UserError
-from holdfast.types import Example
+from holdfast.types import Example, Prompt
 
 T = TypeVar("T")
 
@@ -140,8 +144,8 @@ class CandidateReader(Generic[S]):
     def round(self, first: int, last: int, candidates: Candidates[S]) -> int:
         """Add draws first..last-1 to `candidates`, and return the draw after them.
 
-        Where the end of a stream is met, all ranks note its size and the round ends early: from that draw on, places
-        are others.
+        Where a draw meets the end of a stream, all ranks note the stream's size and the round ends before that draw:
+        with the size known, it leads to another row. E.g. draw 20 of a stream of 20 rows is the first of the next pass.
 
         Raises:
             UserError: A row is malformed; the same error on all ranks.
@@ -266,6 +270,45 @@ def _unwritable(row: Row) -> str | None:
     return None
 
 
+def prompt_tokeniser(
+    tokeniser: RowTokeniser,
+    decode: Callable[[list[int]], str],
+    config: DataConfig,
+    longest: int,
+    why_no_videos: str = "",
+) -> Tokenise[Prompt]:
+    """Return the function that turns rows into prompts.
+
+    Args:
+        tokeniser: Renders and tokenises a row's prompt.
+        decode: Tokens to text, special tokens included.
+        config: The data section.
+        longest: Tokens a prompt may have.
+        why_no_videos: Why a prompt may have no videos; "" if it may.
+    """
+
+    def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Prompt]:
+        written, laid, positions, counts, images = tokeniser.opening(row, name, why_no_videos)
+        tokens = np.asarray(laid.tokens, dtype=np.int64)
+        if tokens.size == 0:
+            raise DataError(f"{name}: its prompt is empty, and there is nothing to continue. Remove the row.")
+        if tokens.size <= longest:
+            inputs = joined_inputs(laid)
+            prompt = Prompt(sample_id, tokens, decode(written), dict(row), source, inputs, positions, images)
+            return Tokenised((prompt,), counts, lengths=(tokens.size,))
+        if config.overlong == "refuse":
+            limit, key = f"data.max_length={config.max_length} less rollout.max_new_tokens", "data.max_length"
+            if isinstance(config, PromptDataConfig) and config.max_prompt_length is not None:
+                limit = key = "data.max_prompt_length"
+            raise DataError(
+                f"{name}: its prompt has {tokens.size} tokens, and {limit} leaves room for {longest}. Raise {key}, or "
+                "set data.overlong: drop."
+            )
+        return Tokenised((), {"overlong_dropped": 1}, lengths=(tokens.size,))
+
+    return tokenise
+
+
 @dataclass(frozen=True)
 class NextToken:
     """The first token that no window has used."""
@@ -328,31 +371,21 @@ def cut_windows(
 ) -> tuple[Candidates[Example], NextToken | None]:
     """Replace documents by the pieces of their windows; arguments as in `pieces_of`."""
     pieces, next_token = pieces_of(candidates.sequences, offset=offset, goal=goal, window=window)
-    local_examples: dict[tuple[int, int], Example] = {}
-    for number, piece in enumerate(pieces):
-        if piece.document.owner == ranks.rank:
-            local_examples[(piece.document.draw, number)] = piece.of(
-                candidates.own_sequences[(piece.document.draw, piece.document.index_in_row)]
-            )
+    documents, held = [piece.document for piece in pieces], candidates.own_sequences
+    own = {
+        (document.draw, number): piece.of(held[document.draw, document.index_in_row])
+        for number, (piece, document) in enumerate(zip(pieces, documents, strict=True))
+        if document.owner == ranks.rank
+    }
     trained: dict[tuple[int, int], int] = {}
-    for theirs in ranks.gather({key: example.trained_tokens for key, example in local_examples.items()}):
+    for theirs in ranks.gather({key: example.trained_tokens for key, example in own.items()}):
         trained |= theirs
     sequences = [
-        SequenceInfo(
-            piece.document.draw,
-            number,
-            piece.end - piece.start,
-            trained[(piece.document.draw, number)],
-            piece.document.owner,
-        )
-        for number, piece in enumerate(pieces)
+        SequenceInfo(document.draw, number, piece.end - piece.start, trained[document.draw, number], document.owner)
+        for number, (piece, document) in enumerate(zip(pieces, documents, strict=True))
     ]
-    return replace(
-        candidates,
-        own_sequences=local_examples,
-        sequences=sequences,
-        counted=_counts_of_begun_rows(candidates, offset, next_token),
-    ), next_token
+    counted = _counts_of_begun_rows(candidates, offset, next_token)
+    return replace(candidates, own_sequences=own, sequences=sequences, counted=counted), next_token
 
 
 def _counts_of_begun_rows(

@@ -6,8 +6,8 @@ everything else gathers by it. `unpack` is the exact inverse of `pack`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,9 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.data.batches.transfer import with_tensors
-from holdfast.data.batches.weights import Share
-from holdfast.types import Batch, Example
+from holdfast.types import Batch, Example, MiniBatch
+
+
+@dataclass(frozen=True)
+class Share:
+    """The weight of a sequence's tokens, and what it adds to the denominator of the loss.
+
+    A loss is `sum(token loss * weight) / sum(count)`, both sums over all ranks and micro-batches of an update.
+    """
+
+    weight: float
+    """Factor of the loss of each of its trained tokens."""
+    count: float
 
 
 class CommonStart(NamedTuple):
@@ -62,71 +72,58 @@ def pack(  # noqa: PLR0913 - sequences, and the rules of a pack
             it.
     """
     _refuse_what_would_change(examples)
-    if heads is not None and any(head.members > 1 for head in heads):
-        return _with_stand_in(_pack_branches(examples, shares, heads, pad_token, dtype, multiple_of), stand_in)
-    rows = _rows(examples, padded)
-    width = max(1, *(sum(lengths) for lengths in rows))
+    heads = heads or [CommonStart(1, 0)] * len(examples)
+    documents, first = [], 0
+    for members, shared in heads:
+        documents.append(_Document(shared if members > 1 else 0, examples[first : first + members], first))
+        first += members
+    rows = [[document] for document in documents] if padded and documents else [documents]
+    width = max(1, *(sum(document.tokens for document in row) for row in rows))
     width += -width % multiple_of
     filled = _Columns.empty(len(rows), width, pad_token, examples, columns or {})
-    index = 0
-    for row, row_lengths in enumerate(rows):
-        start = 0
-        for length in row_lengths:
-            filled.put((row, slice(start, start + length)), index, examples[index], shares[index].weight)
-            start += length
-            index += 1
-        filled.position_ids[:, row, start:] = np.arange(width - start)
-    lengths = tuple((*row, width - sum(row)) if sum(row) < width else row for row in rows)
-    batch = _batch(filled, examples, shares, dtype, lengths, tuple(() for _ in lengths[0]))
-    return _with_stand_in(batch, stand_in)
-
-
-def _with_stand_in(batch: Batch, inputs: Mapping[str, NDArray[Any]] | None) -> Batch:
-    if batch.model_inputs or not inputs:
+    lengths = []
+    for row, documents_of_row in enumerate(rows):
+        end = 0
+        for document in documents_of_row:
+            end = filled.put(row, end, document, shares)
+        filled.position_ids[:, row, end:] = np.arange(width - end)
+        filler = (width - end,) if end < width else ()  # a document of its own, which is no branch
+        lengths.append((*(document.tokens for document in documents_of_row), *filler))
+    branches = [document.branches for document in rows[0]]
+    branches += [()] * (len(lengths[0]) - len(branches))
+    batch = _batch(filled, examples, shares, dtype, tuple(lengths), tuple(branches))
+    if batch.model_inputs or not stand_in:
         return batch
-    return replace(batch, model_inputs={name: _tensor(values) for name, values in inputs.items()})
+    return replace(batch, model_inputs={name: _tensor(values) for name, values in stand_in.items()})
 
 
-def _pack_branches(  # noqa: PLR0913, PLR0917 - as `pack`
-    examples: Sequence[Example],
-    shares: Sequence[Share],
-    heads: Sequence[CommonStart],
-    pad_token: int,
-    dtype: torch.dtype,
-    multiple_of: int,
-) -> Batch:
-    """Lay each head down once, and what its sequences have of their own after it, one after the other."""
-    documents, first = [], 0
-    for head in heads:
-        documents.append((head.tokens if head.members > 1 else 0, range(first, first + head.members)))
-        first += head.members
-    branch_lengths = [[examples[index].tokens.size - size for index in members] for size, members in documents]
-    lengths = tuple(size + sum(branch) for (size, _), branch in zip(documents, branch_lengths, strict=True))
-    padding = -sum(lengths) % multiple_of
-    filled = _Columns.empty(1, sum(lengths) + padding, pad_token, examples, {})
-    filled.position_ids[:, 0, sum(lengths) :] = np.arange(padding)
-    start = 0
-    for (size, members), length in zip(documents, lengths, strict=True):
-        _refuse_other_heads([examples[index] for index in members], size)
-        _put_members(filled, start, size, members, examples, shares)
-        start += length
-    branches = tuple(tuple(branch) if size else () for (size, _), branch in zip(documents, branch_lengths, strict=True))
-    filler = (padding,) if padding else ()  # a document of its own, which is no branch
-    return _batch(filled, examples, shares, dtype, (lengths + filler,), branches + ((),) * len(filler))
+@dataclass(frozen=True)
+class _Document:
+    """One sequence, or several that stand behind their common head."""
 
+    head: int
+    """Tokens of the head; 0 for a sequence alone."""
+    examples: Sequence[Example]
+    first: int
+    """Index of its first sequence."""
 
-def _put_members(  # noqa: PLR0913, PLR0917 - one call's own arguments
-    filled: _Columns, start: int, size: int, members: range, examples: Sequence[Example], shares: Sequence[Share]
-) -> None:
-    """Put a head of `size` tokens at `start`, and behind it what each of its members adds."""
-    after = start + size
-    for index in members:
-        end = after + examples[index].tokens.size - size
-        if index == members[0]:
-            filled.put((0, slice(start, end)), index, examples[index], shares[index].weight)
-        else:
-            filled.put_branch(slice(after, end), start, index, examples[index], shares[index])
-        after = end
+    def __post_init__(self) -> None:
+        _refuse_other_heads(self.examples, self.head)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Tokens of each sequence behind the head."""
+        return tuple(example.tokens.size - self.head for example in self.examples)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the document."""
+        return self.head + sum(self.own)
+
+    @property
+    def branches(self) -> tuple[int, ...]:
+        """Tokens of each branch; empty where there is no head."""
+        return self.own if self.head else ()
 
 
 def _refuse_other_heads(members: Sequence[Example], size: int) -> None:
@@ -235,12 +232,6 @@ def _kinds(example: Example) -> dict[str, str]:
     return {name: f"{values.dtype}{list(values.shape[1:])}" for name, values in sorted(example.per_token.items())}
 
 
-def _rows(examples: Sequence[Example], padded: bool) -> list[tuple[int, ...]]:
-    """Return the lengths of the sequences of each row; no example makes one empty row."""
-    lengths = tuple(example.tokens.size for example in examples)
-    return [(length,) for length in lengths] if padded and lengths else [lengths]
-
-
 def unpack(batch: Batch) -> list[Example]:
     """Return the sequences of a batch, in the order they were packed."""
     return [
@@ -282,31 +273,49 @@ def split_tokens(batch: Batch, values: Tensor) -> list[Tensor]:
 
 def places(batch: Batch) -> list[tuple[int, slice | NDArray[np.int64]]]:
     """Return (row, places in it) of every sequence; padding is left out."""
-    if any(batch.branches):
-        return [(0, columns) for columns in islice(_branch_places(batch), len(batch.sample_ids))]
-    result: list[tuple[int, slice | NDArray[np.int64]]] = []
-    remaining = len(batch.sample_ids)
+    found: list[tuple[int, slice | NDArray[np.int64]]] = []
     for row, lengths in enumerate(batch.lengths):
         start = 0
-        members = min(1, remaining) if batch.is_padded else min(len(lengths), remaining)
-        for length in lengths[:members]:
-            result.append((row, slice(start, start + length)))
+        branches = batch.branches if any(batch.branches) else [()] * len(lengths)
+        for length, own in islice(zip(lengths, branches, strict=True), 1 if batch.is_padded else None):
+            after = start + length - sum(own)
+            if not own:
+                found.append((row, slice(start, after)))
+            head = np.arange(start, after)
+            for size in own:
+                found.append((row, np.concatenate([head, np.arange(after, after + size)])))
+                after += size
             start += length
-        remaining -= members
-    return result
+    return found[: len(batch.sample_ids)]  # the last document of a row may be padding
 
 
-def _branch_places(batch: Batch) -> Iterator[slice | NDArray[np.int64]]:
-    start = 0
-    for length, branch_lengths in zip(batch.lengths[0], batch.branches, strict=True):
-        if not branch_lengths:
-            yield slice(start, start + length)
-        head = np.arange(start, start + length - sum(branch_lengths))
-        after = start + head.size
-        for size in branch_lengths:
-            yield np.concatenate([head, np.arange(after, after + size)])
-            after += size
-        start += length
+def split_row(batch: Batch, rank: int, ranks: int) -> Batch:
+    """Return the batch for one rank of a context group; the row's width is a multiple of `ranks`.
+
+    Every rank of the group keeps the batch as it is, and computes the hidden states of one span of its positions. A
+    token is scored by the rank whose span holds its predictor, so no token needs a hidden state of another rank,
+    wherever documents begin. Sequences are counted by the first rank of the group alone.
+    """
+    if ranks == 1:
+        return batch
+    rows, width = batch.tokens.shape
+    assert rows == 1, "rows are packed"
+    assert width % ranks == 0, "the row was not padded"
+    start, end = rank * width // ranks, (rank + 1) * width // ranks
+    predictors = batch.predictor_index.flatten()[batch.scored]
+    inside = ((predictors >= start) & (predictors < end)).nonzero().flatten()
+    counted = batch if rank == 0 else replace(batch, counts=tuple(0.0 for _ in batch.counts), count=0.0)
+    return replace(counted, span=(start, end), scored_in_span=inside)
+
+
+def with_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return the batch with each of its tensors changed."""
+    changed: dict[str, Any] = {
+        field.name: change(value) for field in fields(batch) if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    for name in ("per_token", "model_inputs"):
+        changed[name] = {key: change(value) for key, value in getattr(batch, name).items()}
+    return replace(batch, **changed)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -314,6 +323,15 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if batch.tokens.device == device:
         return batch
     return with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pinned(mini_batch: MiniBatch, device: torch.device) -> MiniBatch:
+    """Return a mini-batch that a GPU copies while the host goes on; for another device it stays as it is."""
+    if device.type != "cuda":
+        return mini_batch
+    with torch.cuda.device(device):  # a thread begins on device 0, and pinning memory would open a context there
+        batches = tuple(with_tensors(batch, Tensor.pin_memory) for batch in mini_batch.micro_batches)
+    return replace(mini_batch, micro_batches=batches)
 
 
 @dataclass(frozen=True)
@@ -350,38 +368,25 @@ class _Columns:
             },
         )
 
-    def put_branch(self, columns: slice, head: int, index: int, example: Example, share: Share) -> None:
-        """Write what a sequence has of its own; its head stands at `head` already."""
-        size = example.tokens.size - (columns.stop - columns.start)
-        self.put((0, columns), index, _tail(example, size), share.weight)
-        if example.positions is None:
-            self.position_ids[:, 0, columns] += size
-        self.predictor_index[0, columns][:1] = head + size - 1
-
-    def put(self, region: tuple[int, slice], index: int, example: Example, weight: float) -> None:
-        """Write one sequence to a stretch of a row."""
-        row, stretch = region
-        positions = np.arange(stretch.start, stretch.stop)
-        self.tokens[region] = example.tokens
-        model_positions = example.positions
-        self.position_ids[:, row, stretch] = positions - stretch.start if model_positions is None else model_positions
-        self.sequence_ids[region] = index
-        self.predictor_index[row, stretch.start + 1 : stretch.stop] = positions[:-1]
-        self.loss_mask[region] = example.loss_mask
-        self.weights[region] = weight * example.loss_mask
-        for name, values in example.per_token.items():
-            self.per_token[name][region] = values
-
-
-def _tail(example: Example, start: int) -> Example:
-    """Return what follows the first tokens of a sequence."""
-    return replace(
-        example,
-        tokens=example.tokens[start:],
-        loss_mask=example.loss_mask[start:],
-        per_token={name: values[start:] for name, values in example.per_token.items()},
-        positions=None if example.positions is None else example.positions[:, start:],
-    )
+    def put(self, row: int, start: int, document: _Document, shares: Sequence[Share]) -> int:
+        """Write a document into a row, its head once; return the place behind it."""
+        end = start
+        for index, example in enumerate(document.examples, document.first):
+            skipped = document.head if index > document.first else 0  # the first sequence brings the head
+            begin, end = end, end + example.tokens.size - skipped
+            places, region = np.arange(begin, end), (row, slice(begin, end))
+            self.tokens[region] = example.tokens[skipped:]
+            of_model = None if example.positions is None else example.positions[:, skipped:]
+            self.position_ids[:, row, begin:end] = places - begin + skipped if of_model is None else of_model
+            self.sequence_ids[region] = index
+            self.predictor_index[row, begin + 1 : end] = places[:-1]
+            if skipped:
+                self.predictor_index[row, begin:end][:1] = start + skipped - 1
+            self.loss_mask[region] = example.loss_mask[skipped:]
+            self.weights[region] = shares[index].weight * example.loss_mask[skipped:]
+            for name, values in example.per_token.items():
+                self.per_token[name][region] = values[skipped:]
+        return end
 
 
 def _tensor(values: NDArray[np.generic]) -> Tensor:

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.support import Support

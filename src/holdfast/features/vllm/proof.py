@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.data.content.lengths import Stretch, example_of
 from holdfast.data.content.pixels import png_url
 from holdfast.data.tokens.marks import with_marks

@@ -21,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.models.check.agreement import Agreement

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.data.batches.context import split_row
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, split_row, to_device
 from holdfast.errors import ModelError
 from holdfast.models.check.forward import LEAK_TOLERANCE, Sides, change, documents
 from holdfast.types import Batch, Scores

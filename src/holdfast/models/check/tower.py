@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.data.content.model_inputs import tensor_arguments
 from holdfast.data.tokens.vision import PROBES, ImageSide
 from holdfast.errors import ModelError

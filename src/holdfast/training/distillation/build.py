@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.config.verbs.distill import DistillConfig, JSDConfig
-from holdfast.data.batches.candidates import Tokenise
-from holdfast.data.batches.prompts import prompt_tokeniser
+from holdfast.data.batches.candidates import Tokenise, prompt_tokeniser
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.errors import DataError

@@ -13,8 +13,7 @@ from holdfast.advantages.user import Groups, user_advantages
 from holdfast.config.sections.advantage import UserAdvantageConfig
 from holdfast.config.sections.reference import ServerReferenceConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.data.batches.candidates import Tokenise
-from holdfast.data.batches.prompts import prompt_tokeniser
+from holdfast.data.batches.candidates import Tokenise, prompt_tokeniser
 from holdfast.data.content.images import LeftOutByRun
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide

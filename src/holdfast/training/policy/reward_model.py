@@ -21,8 +21,7 @@ from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.config.verbs.critic import reward_scoring
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.errors import ConfigError, ModelError, PlanError
 from holdfast.files import size_words
 from holdfast.models.files.configuration import make_trainable, maker, on_meta, reference_buffers, refusals

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.data.batches.prompts import PromptBatch
+from holdfast.data.batches.stream import PromptBatch
 from holdfast.data.content.images import ImageFiles
 from holdfast.errors import RunStopped
 from holdfast.rewards.base import Scored

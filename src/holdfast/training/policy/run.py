@@ -20,7 +20,8 @@ from holdfast.advantages.group import RewardMatrix
 from holdfast.advantages.user import Groups
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.data.batches.ahead import PromptsAhead
+from holdfast.data.batches.ahead import StreamAhead
+from holdfast.data.batches.stream import PromptBatch
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import free_copies, sharded_parameters
@@ -97,7 +98,7 @@ class PolicyEvaluation(Evaluation):
     """What turns the images of rows into tokens; or why there is nothing that does."""
     episodes: Episodes | None = None
     """What samples episodes of several turns; None where a completion is one answer."""
-    stream: PromptsAhead | None = None
+    stream: StreamAhead[PromptBatch] | None = None
     """The prompts that are trained on; None where a policy is evaluated alone."""
     several_sources: bool = False
     """Whether the rows of that stream come from several sources, which may differ."""
@@ -150,9 +151,8 @@ class PolicyRun:
         return self.common.trained
 
     @property
-    def prompts(self) -> PromptsAhead:
+    def prompts(self) -> StreamAhead[PromptBatch]:
         """The prompts that the policy is trained on."""
-        assert isinstance(self.common.stream, PromptsAhead)
         return self.common.stream
 
     @property

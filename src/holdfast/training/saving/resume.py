@@ -25,7 +25,7 @@ from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.public import WHOLE, public_configuration
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
-from holdfast.data.batches.cursor import StreamState
+from holdfast.data.batches.passes import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters

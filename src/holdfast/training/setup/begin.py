@@ -10,11 +10,10 @@ from typing import Any
 
 from holdfast import registry
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, end_of_both, planned_steps
-from holdfast.data.batches.ahead import BatchesAhead, PromptsAhead, ReadAhead, StreamAhead
+from holdfast.data.batches.ahead import BatchesAhead, ReadAhead, StreamAhead
 from holdfast.data.batches.candidates import Tokenise
-from holdfast.data.batches.prompts import PromptStream
-from holdfast.data.batches.stream import BatchStream
-from holdfast.data.batches.transfer import pinned
+from holdfast.data.batches.packing import pinned
+from holdfast.data.batches.stream import BatchStream, PromptStream
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.models.setup.model import Blueprint, blueprint, cost_of
@@ -180,9 +179,10 @@ def read_ahead(setting: Setting, stream: BatchStream[Any, Any], last_step: int |
         last_step=last_step,
         minutes=minutes,
         tell=setting.log.messages.extend,
-        prepare=partial(pinned, device=setting.world.device),
     )
-    return PromptsAhead(stream, options) if isinstance(stream, PromptStream) else BatchesAhead(stream, options)
+    if isinstance(stream, PromptStream):
+        return StreamAhead(stream, options)
+    return BatchesAhead(stream, replace(options, prepare=partial(pinned, device=setting.world.device)))
 
 
 def trained_of(sharded: ShardedModel, total_steps: int | None) -> Trained:

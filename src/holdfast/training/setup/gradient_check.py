@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.errors import ModelError
 from holdfast.models.check.forward import Sides, documents, upstream
 from holdfast.models.check.rounding import rounded_otherwise

@@ -9,8 +9,7 @@ import torch
 from holdfast.config.sections.algorithm import NLLConfig
 from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.check.forward import documents
 from holdfast.models.check.head_forms import HeadComparison, compare_forms

@@ -17,8 +17,7 @@ from holdfast.config.verbs.critic import RewardScoring
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.data.batches.packing import pack, to_device
-from holdfast.data.batches.weights import Share
+from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.data.content.vision_families import attends_both_ways, may_see
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, PlanError

@@ -15,9 +15,8 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise, broken_text_named
-from holdfast.data.batches.cursor import StreamLimits
-from holdfast.data.batches.prompts import PromptStream
-from holdfast.data.batches.stream import SampleStream
+from holdfast.data.batches.passes import StreamLimits
+from holdfast.data.batches.stream import PromptStream, SampleStream
 from holdfast.data.rows.reading import DrawOrder, EndOfStream, HeldOut, RowReader
 from holdfast.data.rows.rows import Row, Source, from_rows, open_source
 from holdfast.data.tasks.synthetic import TaskRows

@@ -166,7 +166,7 @@ def tokeniser_of(  # noqa: PLR0913 - a run's parts and its rows
     training: bool = True,
 ) -> Tokenise[Any]:
     """Return what turns rows into what a run of this verb reads: prompts, pairs or sequences."""
-    from holdfast.data.batches.prompts import prompt_tokeniser
+    from holdfast.data.batches.candidates import prompt_tokeniser
     from holdfast.data.tokens.chat import RowTokeniser
     from holdfast.training.run import ConfiguredRun
     from holdfast.training.setup.rows import preference_tokeniser, row_tokeniser

@@ -31,7 +31,7 @@ from holdfast.checkpoint.saving.agreement import described_optimizers
 from holdfast.checkpoint.saving.writer import commit
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.config.versions import versions
-from holdfast.data.batches.cursor import Cursor
+from holdfast.data.batches.passes import Cursor
 from holdfast.errors import ConfigError
 from holdfast.features.rescue.export import finite
 from holdfast.features.rescue.importing.configurations import compare_configurations, refuse_without_weights
