@@ -90,7 +90,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "grpo shared rows": policy(parallel={"context": 2}, kl={"coefficient": 0.1}),
     "grpo reference": policy(kl={"coefficient": 0.1}, updates={"mini_batches": 2}),
     "grpo experts": policy(model={"config": EXPERTS}),
-    "grpo experts replayed": policy(model={"config": EXPERTS}, rollout={"replay_routing": True}),
     "grpo offloaded": policy(residency={"optimizer": "host", "parameters": "host"}),
     "grpo truncated sampling": policy(
         rollout={"top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}, correction="truncate"
@@ -116,7 +115,7 @@ NOT_BY_PLACE = {
     "sft uncompiled", "sft one pass", "sft activations offloaded", "sft chunks of logits", "sft head in float32",
     "sft experts, loads of the update",
     "sft recomputed by half", "sft recomputed selectively", "sft averages", "sft padded", "sft noise", "sft entropy",
-    "grpo shared rows", "grpo experts replayed", "grpo truncated sampling", "grpo by covariance",
+    "grpo shared rows", "grpo truncated sampling", "grpo by covariance",
     "distill on own texts",
 }  # fmt: skip
 """Runs that differ from another one in what every rank does alike: executed as the first of 8 alone."""

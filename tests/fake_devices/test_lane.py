@@ -28,9 +28,6 @@ WAITS: dict[str, list[str]] = {
     "grpo shared rows": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo reference": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo experts": [*ROLLOUT, UPDATE, SAMPLED],
-    "grpo experts replayed": [
-        "experts of prompts", DRAWN, DRAWN, *[DRAWN, DRAWN, "experts of drawn tokens"] * 2, UPDATE, SAMPLED
-    ],
     "grpo offloaded": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo truncated sampling": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo by covariance": [
@@ -170,7 +167,7 @@ def test_what_rests_in_host_memory_is_not_on_the_device_while_completions_are_sa
 
 @pytest.mark.parametrize(
     ("name", "recorders"),
-    [("grpo", 1), ("grpo experts", 1), ("distill on own texts", 1), ("grpo experts replayed", 0), ("sft", 0)],
+    [("grpo", 1), ("grpo experts", 1), ("distill on own texts", 1), ("sft", 0)],
 )
 def test_decoding_on_devices_records_its_steps_by_default(lane: Lane, name: str, recorders: int) -> None:
     assert of(lane, name, (8, 0))["recorders"] == recorders
@@ -180,7 +177,6 @@ def test_decoding_on_devices_records_its_steps_by_default(lane: Lane, name: str,
     ("name", "reason"),
     [
         ("sft LoRA, 4 bits", "model.lora.quantize computes with matrices"),
-        ("grpo experts replayed", "rollout.replay_routing says which experts"),
     ],
 )
 def test_what_does_not_compile_is_executed_uncompiled_by_name(lane: Lane, name: str, reason: str) -> None:
@@ -191,7 +187,7 @@ def test_what_does_not_compile_is_executed_uncompiled_by_name(lane: Lane, name: 
 
 
 def test_every_other_run_is_executed_with_compiled_blocks(lane: Lane) -> None:
-    off = {"sft uncompiled", "sft LoRA, 4 bits", "grpo experts replayed"}
+    off = {"sft uncompiled", "sft LoRA, 4 bits"}
 
     assert {name for name in RUNS if of(lane, name, (8, 0))["compiled_blocks"] == 0} == off
 

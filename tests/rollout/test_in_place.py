@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.local.block_attention import InPlace, Operands
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, View, cached_attention
 from holdfast.rollout.local.inprocess import InProcessEngine
-from holdfast.rollout.sampling import Stops
 from tests.models.architectures import SETTINGS
 from tests.rollout.recorders import Steps
 from tests.rollout.test_continuous_batches import SINGLE, drawn_requests, engine_for
 from tests.rollout.test_graphs import assert_same, recorded_engine, within_its_angles
-from tests.rollout.test_inprocess import EOS, engine_of, origin_of, reference, requests
+from tests.rollout.test_inprocess import engine_of, reference, requests
 
 SAMPLING = SamplingConfig(max_new_tokens=12, temperature=1.3)
 OTHERS = (
@@ -122,20 +119,6 @@ def test_the_step_that_is_compared_leaves_no_bit_behind(recorded: bool, capsys: 
     for one, other in zip(found, generate(engines[1], asked, sampling), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.logprobs.tolist() == other.logprobs.tolist()
-
-
-def test_experts_of_the_step_that_is_compared_are_not_told() -> None:
-    model, asked = reference("mixtral"), requests(2)
-    place, stops = (torch.device("cpu"), torch.float64), Stops(frozenset({EOS}))
-    engines = [InProcessEngine(origin_of(model), *place, stops, tells_experts=True) for _ in range(2)]
-    for engine in engines:
-        engine.update_weights(named_parameters(model).items(), 7)
-
-    found = found_by(engines[0], Counted(), asked, SAMPLING)
-
-    for one, other in zip(found, generate(engines[1], asked, SAMPLING), strict=True):
-        assert one.expert_choices is not None and other.expert_choices is not None
-        np.testing.assert_array_equal(np.sort(one.expert_choices, -1), np.sort(other.expert_choices, -1))
 
 
 def test_an_engine_on_a_cpu_gathers() -> None:

@@ -24,17 +24,6 @@ def run(**data: Any) -> SFTConfig:
     return from_mapping({"model": {"path": "m"}, "steps": 1, "data": section}, SFTConfig)
 
 
-def test_replayed_experts_are_part_of_a_run() -> None:
-    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
-
-    plain, replayed = (
-        _loss(from_mapping({**tree, "rollout": {"replay_routing": on}}, GRPOConfig))["rollout"] for on in (False, True)
-    )
-
-    assert replayed == plain.replace('"replay_routing":false', '"replay_routing":true')
-    assert replayed != plain
-
-
 def test_smoothed_labels_are_part_of_a_run() -> None:
     tree = {"model": {"path": "m"}, "steps": 1, "data": {"synthetic": {"task": "sort"}}}
 

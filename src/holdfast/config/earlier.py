@@ -21,6 +21,7 @@ def todays_form(values: Mapping[str, Any]) -> dict[str, Any]:
     for event in ("timeout", "error", "nan", "none"):
         _replace(tree, f"rewards.on_{event}", lambda section: section.get("value", section.get("kind")))
     _replace(tree, "parallel.recompute", lambda section: _without(section, {"use_reentrant": False}))
+    _replace(tree, "rollout", lambda section: _without(section, {"replay_routing": False}))
     _replace(tree, "critic.optim", lambda section: _without(section, _CRITIC_DEFAULTS))
     return tree
 

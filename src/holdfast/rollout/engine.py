@@ -81,8 +81,6 @@ class Sampled(NamedTuple):
     finish: Finish
     weights_version: int
     """Version of the weights that sampled the first token."""
-    expert_choices: NDArray[np.int16] | None = None
-    """[P + C, layers, k] of the prompt and the completion, as `holdfast.models.layers.expert_choices.CHOICES_COLUMN`"""
     segments: tuple[tuple[int, int], ...] = ()
     """(first token, weights version) of each part, if the weights changed during the completion; else empty"""
     unscored: int = 0

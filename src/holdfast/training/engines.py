@@ -49,7 +49,10 @@ class PublishedEngine(ABC):
         return {}
 
 
-def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
+def open_engine(
+    sharded: ShardedModel,
+    rollout: EngineConfig,
+) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end; `deal_memory` gives it its room.
 
     All ranks call this together, and all of them raise what any of them raises.
@@ -57,7 +60,6 @@ def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: 
     Args:
         sharded: The policy.
         rollout: How it is sampled.
-        tells_experts: Completions say which experts their tokens met.
 
     Raises:
         ConfigError: Completions do not end, or the engine cannot decode this model.
@@ -65,7 +67,7 @@ def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: 
     section, ranks = rollout.engine, sharded.setting.ranks
     ranks.on_all_ranks(lambda: _refuse_endless(sharded, rollout))
     if isinstance(section, VLLMEngineConfig):
-        ranks.on_all_ranks(lambda: _refuse_unserved(sharded, tells_experts=tells_experts))
+        ranks.on_all_ranks(lambda: _refuse_unserved(sharded))
         served: RolloutEngine = registry.load(registry.ENGINES[section.kind])(sharded, section, stops_of(sharded))
         return served
     if isinstance(section, RecordedEngineConfig):
@@ -75,9 +77,7 @@ def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: 
     if isinstance(section, UserEngineConfig):
         return ranks.on_all_ranks(lambda: _user_engine(section, sharded.setting.base))
     agree_on_decoding(sharded.origin, ranks.gather)
-    return ranks.on_all_ranks(
-        lambda: build_engine(sharded, section.kind, rollout.rows, rollout.graphs, tells_experts=tells_experts)
-    )
+    return ranks.on_all_ranks(lambda: build_engine(sharded, section.kind, rollout.rows, rollout.graphs))
 
 
 def _refuse_endless(sharded: ShardedModel, rollout: EngineConfig) -> None:
@@ -88,14 +88,12 @@ def _refuse_endless(sharded: ShardedModel, rollout: EngineConfig) -> None:
         )
 
 
-def _refuse_unserved(sharded: ShardedModel, *, tells_experts: bool) -> None:
+def _refuse_unserved(sharded: ShardedModel) -> None:
     """Refuse what servers do not do.
 
     Raises:
         ConfigError: The run needs it.
     """
-    if tells_experts:
-        raise ConfigError("rollout.replay_routing: servers do not tell us experts. Leave it out.")
     if sharded.plan.compute_dtype not in {"float32", "bfloat16"}:
         raise ConfigError(
             f"rollout.engine: vllm computes in float32 or bfloat16, and this run in {sharded.plan.compute_dtype}. Set "
@@ -139,8 +137,6 @@ def build_engine(
     kind: LocalKind = "auto",
     rows: int = 512,
     graphs: GraphsKind = "off",
-    *,
-    tells_experts: bool = False,
 ) -> RolloutEngine:
     """Return an engine without weights: our own decoding where the model's attention allows it.
 
@@ -149,7 +145,6 @@ def build_engine(
         kind: Which engine.
         rows: Most completions decoded together.
         graphs: Whether our own decoding replays recorded steps on CUDA; `off` where no key of a run says.
-        tells_experts: Completions say which experts their tokens met.
 
     Raises:
         ConfigError: The engine that was asked for cannot decode this model.
@@ -163,14 +158,13 @@ def build_engine(
         )
     if samples_in_process(sharded, kind):
         # On the CPU calling an operation costs little beside it, and a room of tokens is more than the tokens in it.
-        replays = graphs == "auto" and device.type == "cuda" and not tells_experts
+        replays = graphs == "auto" and device.type == "cuda"
         return InProcessEngine(
             origin,
             device,
             dtype,
             stops,
             rows=rows,
-            tells_experts=tells_experts,
             float32_head=sharded.setting.config.model.head.dtype == "float32",
             recorder=CudaRecorder(device) if replays else None,
             compiler="inductor" if sharded.setting.config.compiles_blocks("cuda") else None,
@@ -178,7 +172,7 @@ def build_engine(
     if kind == "auto" and sharded.setting.world.is_first:
         print(f"rollouts by transformers' generate, which is slower, for {origin.family.name}: {why}", flush=True)
     fill = pad_token(tokenizer)
-    return TransformersEngine(origin, device, dtype, stops, fill, rows=rows, tells_experts=tells_experts)
+    return TransformersEngine(origin, device, dtype, stops, fill, rows=rows)
 
 
 def stops_of(sharded: ShardedModel) -> Stops:

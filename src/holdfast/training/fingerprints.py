@@ -44,7 +44,6 @@ _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos
 _OF_POLICIES = ("reward", "rewards", "advantage", "groups", "kl", "entropy", "correction", "off_policy_mask", "updates")
 _SAMPLED_BY = {
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "group_size", "seed",
-    "replay_routing",
 }  # fmt: skip
 _IMAGES = "images of source "
 IMAGE_RULES = "rules for images"

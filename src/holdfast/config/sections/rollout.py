@@ -85,8 +85,8 @@ class EngineConfig(SamplingConfig):
     that would take more is refused."""
     graphs: GraphsKind = "auto"
     """Whether our own decoding records a step as a CUDA graph, once for each number of completions and room of tokens,
-    both rounded up, and replays it for every token. `auto`: on CUDA, unless experts are told (`replay_routing`); `off`:
-    every operation is called for every token. Speed and memory only."""
+    both rounded up, and replays it for every token. `auto`: on CUDA; `off`: every operation is called for every token.
+    Speed and memory only."""
 
 
 class RolloutConfig(EngineConfig):
@@ -106,9 +106,6 @@ class RolloutConfig(EngineConfig):
     shared_prefix: Literal["auto", "on", "off"] = "auto"
     """Train a group with its prompt forwarded once; `auto`: where the model's attention allows it and it saves work,
     which without the flash kernel is decided group by group: completions are as long as the longest there."""
-    replay_routing: bool = False
-    """For a mixture of experts: train each token on the experts that it met in sampling, so that a router near a tie
-    changes nothing between the two (R3, arXiv:2510.11370)."""
     record: bool = False
     """Keep the batch of every step in rollouts/, for `holdfast replay`."""
     show_every: PositiveInt = 10

@@ -177,12 +177,6 @@ class GRPOConfig(TrainingConfig):
         elif correction.kind == "mask" and not correction.weighted:
             yield "correction.weighted", f"{why}, and tokens that are kept at weight 1 leave that so; use true"
 
-    def not_compiled(self) -> str:
-        """Return what of the run compiled blocks do not do, routing that is replayed included."""
-        if self.rollout.replay_routing:
-            return "rollout.replay_routing says which experts compute, and a compiled block chooses them itself"
-        return super().not_compiled()
-
     def _one_policy(self) -> Iterator[Mistake]:
         """Yield what lets sampling and training differ."""
         if self.model.dropout or (self.model.lora is not None and self.model.lora.dropout > 0):
@@ -284,8 +278,6 @@ class GRPOConfig(TrainingConfig):
             )
         if self.rollout.max_staleness:
             yield "rollout.max_staleness", "episodes are not sampled ahead of their step; use 0 with an environment"
-        if self.rollout.replay_routing:
-            yield "rollout.replay_routing", "experts are told of single answers; leave it out with an environment"
         if self.critic is not None:
             yield "critic", "it passes rewards back within one answer; compare episodes, by advantage: grpo for example"
 

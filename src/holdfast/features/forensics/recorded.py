@@ -137,7 +137,6 @@ class RecordedEngine:
             logprobs,
             Finish(completion["finish"]),
             versions[0][1] if versions else -1,
-            None,
             versions if len(versions) > 1 else (),
             int(np.count_nonzero(np.isnan(logprobs))),
         )

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from holdfast.errors import ConfigError
 from holdfast.files import open_regular, parse_json
-from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
@@ -94,11 +93,6 @@ def group_line(group: Group) -> dict[str, Any]:
                 "finish": trajectory.finish.value,
                 "versions": _segments(trajectory.weights_versions[group.prompt.tokens.size :]),
                 "text": trajectory.completion,
-                **{
-                    name: trajectory.per_token[name].tolist()
-                    for name in (CHOICES_COLUMN,)
-                    if name in trajectory.per_token
-                },
                 **({} if trajectory.episode is None else {"episode": asdict(trajectory.episode)}),
             }
             for trajectory in group.trajectories
@@ -218,7 +212,6 @@ def trajectory_of_record(prompt: Prompt, completion: Mapping[str, Any]) -> Traje
         weights_versions=versions,
         finish=Finish(completion["finish"]),
         completion=completion["text"],
-        per_token={name: np.asarray(completion[name], np.int16) for name in (CHOICES_COLUMN,) if name in completion},
         episode=episode,
     )
 

@@ -288,9 +288,7 @@ class VLLMFlight:
         first = spans[0][1] if spans else -1
         changes = tuple(spans) if len({version for _, version in spans}) > 1 else ()
         unscored = int(np.count_nonzero(np.isnan(logprobs)))
-        return Sampled(
-            item.request.request_id, item.seed_index, tokens, logprobs, finish, first, None, changes, unscored
-        )
+        return Sampled(item.request.request_id, item.seed_index, tokens, logprobs, finish, first, changes, unscored)
 
 
 def _aborted(item: PendingCompletion) -> Sampled:

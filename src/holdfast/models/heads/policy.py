@@ -21,7 +21,6 @@ from holdfast.models.heads import spans, towers
 from holdfast.models.heads.noise import EmbeddingNoise
 from holdfast.models.layers.cache_argument import cache_of
 from holdfast.models.layers.exchange import RowExchange
-from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
 from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_layer_of, reader_of
 from holdfast.models.layers.rotary import RotaryAngles
 from holdfast.models.layers.routers import RouterLoss, RouterOutput, Routers, Tally, routers_of
@@ -100,7 +99,6 @@ class PolicyModel(nn.Module):
         self.routers = Routers(language_model) if routers_of(language_model) else None
         self.router_loss = router_loss
         self.rotary = RotaryAngles(language_model)
-        self.replayed: ChoicesToFollow | None = None
         self.noise: EmbeddingNoise | None = None
         self.context: RowExchange | None = None
         if (head := self.readable_head()) is not None:
@@ -115,11 +113,6 @@ class PolicyModel(nn.Module):
     def language_model(self) -> nn.Module:
         """Return the transformers model."""
         return self.get_submodule(POLICY_MODULE)
-
-    def replay_routing(self) -> None:
-        """From now on send tokens to the experts that a batch names in its column `expert_choices`."""
-        routers = [router for router, _ in routers_of(self.language_model)]
-        self.replayed = ChoicesToFollow(routers, type(self.language_model).__name__)
 
     @contextmanager
     def noisy(self, alpha: float, *, seed: int, step: int) -> Iterator[None]:
@@ -153,16 +146,10 @@ class PolicyModel(nn.Module):
         if objective is None or self.routers is None or not self.training:
             hidden = self.hidden_states(batch)
             return self._scored(hidden, batch, objective, temperature, entropy)
-        nothing: list[Tensor] = []
-        positions = spans.scored_positions(batch)
-        counting = nullcontext(nothing) if self.replayed is None else self.replayed.counted(positions)
-        with self.routers.watched() as router_outputs, counting as differing:
+        with self.routers.watched() as router_outputs:
             hidden = self.hidden_states(batch)
         output = self._scored(hidden, batch, objective, temperature, entropy)
         assert isinstance(output, LossSum)
-        if self.replayed is not None:
-            none = torch.zeros(2, dtype=torch.float64, device=hidden.device)
-            output = output._replace(sums=output.sums | {"router/replay_differs": sum(differing, none)})
         return self._with_routers(output, router_outputs, batch, router_loads)
 
     def _scored(
@@ -258,8 +245,6 @@ class PolicyModel(nn.Module):
             inputs["attention_mask"] = visible
         else:
             inputs["documents"] = spans.documents_of(batch, self.context)
-        if self.replayed is not None:
-            self.replayed.follow(spans.column_here(batch, CHOICES_COLUMN))
         self.rotary.follow(batch.lengths, batch.branches, batch.span)
         positions = batch.position_ids[..., start:end]
         with tower:

@@ -79,12 +79,6 @@ def documents_of(batch: Batch, exchange: RowExchange | None) -> Documents:
     return Documents.of(batch.lengths[0], batch.tokens.device, batch.branches, shared)
 
 
-def column_here(batch: Batch, name: str) -> Tensor | None:
-    """Return what the positions of this rank's span carry, [B, span, ...]; None where tokens carry no such values."""
-    values = batch.per_token.get(name)
-    return values if values is None or batch.span is None else values[:, slice(*batch.span)]
-
-
 def tokens_here(tokens: Tokens, batch: Batch) -> Tokens:
     """Return what belongs to the tokens that this rank scores."""
     index = batch.scored_in_span

@@ -253,7 +253,7 @@ def _router_output(output: Any, index: int) -> RouterOutput:
 
 def _expert_numbers(routed: RouterOutput, name: str) -> Tensor:
     if routed.experts is None:
-        raise ModelError(f"A router of {name} does not say which experts it chose. Set rollout.replay_routing: false.")
+        raise ModelError(f"A router of {name} does not say which experts it chose.")
     return (routed.experts + 1).to(torch.int16)
 
 

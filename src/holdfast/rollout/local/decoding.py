@@ -172,10 +172,9 @@ class Decoding:
         drawn = self.predictor.draw(torch.stack([waiting.computed for waiting in texts]), state)
         tokens, logprobs = (host_value(part, "drawn tokens").tolist() for part in drawn)
         ended = {}
-        for index, (row, waiting) in enumerate(zip(rows, texts, strict=True)):
+        for index, row in enumerate(rows):
             self._begun += 1
             row.number = self._begun
-            row.note_choices(waiting.choices)
             finish = self._extend(row, [tokens[index]], [logprobs[index]])
             if finish is not None:
                 ended[index] = (row, finish)
@@ -252,15 +251,13 @@ class Decoding:
         computed = [waiting for waiting in self.waiting if waiting.blocks and waiting is not spared]
         for waiting in computed:
             self._blocks.give_back(waiting.blocks)
-            waiting.blocks, waiting.hidden, waiting.read, waiting.choices, waiting.layers = [], None, 0, None, {}
+            waiting.blocks, waiting.hidden, waiting.read, waiting.layers = [], None, 0, {}
         return bool(computed)
 
     def _look(self) -> list[tuple[DecodedRow, Finish]]:
         """Bring what was drawn to the host, drop the rows that have ended, and return them."""
         drawn, ended = self.on_device.look(), {}
         for number, row in enumerate(self.rows):
-            if drawn.choices is not None:
-                row.choices += list(drawn.choices[number])
             finish = self._extend(row, drawn.tokens[number], drawn.logprobs[number])
             if finish is not None:
                 ended[number] = (row, finish)

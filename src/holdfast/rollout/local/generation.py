@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import reader_of
 from holdfast.models.setup.model import Blueprint
 from holdfast.rollout.engine import Interrupted, Request, Sampled
@@ -30,7 +28,6 @@ class TransformersEngine(ReplicaEngine):
         stops: What ends a completion.
         pad_token: Fills the left side of shorter prompts.
         rows: Most completions decoded together.
-        tells_experts: Completions say which experts their tokens met; for a mixture of them.
     """
 
     def __init__(  # noqa: PLR0913 - as InProcessEngine, and the padding
@@ -42,9 +39,8 @@ class TransformersEngine(ReplicaEngine):
         pad_token: int,
         *,
         rows: int = 512,
-        tells_experts: bool = False,
     ) -> None:
-        super().__init__(Replica(origin, device, dtype), stops, rows, tells_experts=tells_experts)
+        super().__init__(Replica(origin, device, dtype), stops, rows)
         self._pad = pad_token
 
     @torch.no_grad()
@@ -69,25 +65,20 @@ class TransformersEngine(ReplicaEngine):
         seeds = torch.tensor([request.seeds[index] for request, index in rows])
         drawing = _DrawingProcessor(self._sampling, seeds.to(device), mask.to(device))
         stops = self._stops.with_texts(self._sampling.stop)
-        watched: AbstractContextManager[list[Tensor]] = nullcontext([])
-        if self._routers is not None:
-            watched = self._routers.choices()
-        with watched as choices:
-            out: Tensor = reader_of(self._replica.model).generate(  # type: ignore[operator]  # transformers'
-                input_ids=tokens.to(device),
-                attention_mask=mask.to(device),
-                **self._image_inputs([request for request, _ in rows], tokens),
-                generation_config=self._settings(stops),
-                logits_processor=[drawing],
-                stopping_criteria=[_Ended(stops, len(rows), interrupted)],
-            )
+        out: Tensor = reader_of(self._replica.model).generate(  # type: ignore[operator]  # transformers'
+            input_ids=tokens.to(device),
+            attention_mask=mask.to(device),
+            **self._image_inputs([request for request, _ in rows], tokens),
+            generation_config=self._settings(stops),
+            logits_processor=[drawing],
+            stopping_criteria=[_Ended(stops, len(rows), interrupted)],
+        )
         logprobs = host_value(torch.stack(drawing.logprobs, 1), "drawn tokens").tolist()
         drawn_tokens = host_value(out[:, width:], "drawn tokens").tolist()
-        done = [
+        return [
             self._sampled(request, index, drawn_tokens[number], logprobs[number], stops)
             for number, (request, index) in enumerate(rows)
         ]
-        return self._with_choices(done, rows, choices)
 
     def _settings(self, stops: Stops) -> Any:
         """Return all that `generate` may know: keys of older config.json would forbid tokens, or change their odds."""
@@ -100,28 +91,6 @@ class TransformersEngine(ReplicaEngine):
             use_cache=True,
             do_sample=False,  # the processor leaves one token to choose
         )
-
-    def _with_choices(
-        self, done: list[Sampled], rows: Sequence[tuple[Request, int]], choices: Sequence[Tensor]
-    ) -> list[Sampled]:
-        """Add the experts that tokens met, told by every router of every pass; the first passes over the prompts."""
-        if self._routers is None:
-            return done
-        layers = self._routers.layers
-        passes = [torch.stack(list(choices[start : start + layers]), 1) for start in range(0, len(choices), layers)]
-        prompts, *later_passes = (
-            host_value(pass_choices.view(len(rows), -1, *pass_choices.shape[1:]), "experts of drawn tokens")
-            for pass_choices in passes
-        )
-        drawn = np.concatenate(later_passes, 1) if later_passes else prompts[:, :0]  # [rows, tokens, layers, k]
-        with_choices = []
-        for number, (sampled, (request, _)) in enumerate(zip(done, rows, strict=True)):
-            size = len(request.prompt)
-            experts = column(
-                prompts[number, prompts.shape[1] - size :], list(drawn[number]), size + len(sampled.tokens)
-            )
-            with_choices.append(sampled._replace(expert_choices=experts))
-        return with_choices
 
     def _image_inputs(self, requests: Sequence[Request], tokens: Tensor) -> dict[str, Tensor]:
         """Return what `generate` gets of the rows' images; those of a prompt come once for each of its rows."""

@@ -15,7 +15,6 @@ import torch
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.chunks.logits import HeadWeights
-from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import output_layer_of
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.forms import Candidate, Forms, Standing
@@ -51,10 +50,8 @@ class InProcessEngine(ReplicaEngine):
         rows: Most completions decoded together.
         blocks: Most blocks of keys and values, with room for the longest row; default: as many as rows need.
         piece: Tokens by which long prompts are computed between decoding steps, where a model allows it.
-        tells_experts: Completions say which experts their tokens met; for a mixture of them.
         float32_head: The head's matrix product is in float32, as in training with `model.head.dtype: float32`.
-        recorder: Records a step once for all tokens; default: each operation is called for every token. Not where
-            experts are told, which are read from the step itself.
+        recorder: Records a step once for all tokens; default: each operation is called for every token.
         compiler: Compiles the layers of steps that are recorded; default: they are not compiled.
     """
 
@@ -68,13 +65,12 @@ class InProcessEngine(ReplicaEngine):
         rows: int = 512,
         blocks: int | None = None,
         piece: int = _PIECE,
-        tells_experts: bool = False,
         float32_head: bool = False,
         recorder: Recorder | None = None,
         compiler: Compiler | None = None,
     ) -> None:
         register_cache()
-        super().__init__(Replica(origin, device, dtype, CACHED), stops, rows, tells_experts=tells_experts)
+        super().__init__(Replica(origin, device, dtype, CACHED), stops, rows)
         self._spec = origin.family.head_spec(float32_product=float32_head, chunk_tokens=None)
         self.block_limit = blocks
         self.block_room = 0
@@ -90,7 +86,7 @@ class InProcessEngine(ReplicaEngine):
         self.forms = Forms()
         """What is told of optional forms that are given up."""
         self._settled = False
-        self._recorder = None if tells_experts else recorder
+        self._recorder = recorder
         records = self._recorder is not None
         self._layers = CompiledLayers(self._replica.model, compiler) if records and compiler is not None else None
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
@@ -203,7 +199,7 @@ class InProcessEngine(ReplicaEngine):
         return why_whole(self._predictor(), self.piece, set(self._replica.family.image_marks))
 
     def _predictor(self) -> Predictor:
-        return Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
+        return Predictor(self._replica, self._head(), self._spec, self._sampling)
 
     def _head(self) -> HeadWeights:
         layer: Any = output_layer_of(self._replica.model)
@@ -213,7 +209,6 @@ class InProcessEngine(ReplicaEngine):
         return HeadWeights(for_few_rows(weight), bias)
 
     def _sampled(self, row: DecodedRow, finish: Finish) -> Sampled:
-        length = len(row.request.prompt) + len(row.tokens)
         return Sampled(
             row.request.request_id,
             row.place,
@@ -221,5 +216,4 @@ class InProcessEngine(ReplicaEngine):
             np.asarray(row.logprobs, np.float32),
             finish,
             self._version,
-            None if row.prompt_choices is None else column(row.prompt_choices, row.choices, length),
         )

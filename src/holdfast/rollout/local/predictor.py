@@ -6,7 +6,7 @@ A step changes what it knows of the rows in place and waits for nothing, so that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.layers.cache_argument import cache_argument
 from holdfast.models.layers.family import HeadSpec, backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
-from holdfast.models.layers.routers import Routers
 from holdfast.rollout.local.cache import BlockCache, StateKey
 from holdfast.rollout.local.replica import Replica
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
@@ -65,17 +64,14 @@ class Predictor:
 
     Args:
         replica: The model.
-        routers: Its routers, where they are to tell which experts tokens met.
         head: The output layer.
         spec: How logits follow from hidden states.
         sampling: The distribution of a draw.
     """
 
-    def __init__(
-        self, replica: Replica, routers: Routers | None, head: HeadWeights, spec: HeadSpec, sampling: SamplingConfig
-    ) -> None:
+    def __init__(self, replica: Replica, head: HeadWeights, spec: HeadSpec, sampling: SamplingConfig) -> None:
         self.replica, self.head, self.sampling = replica, head, sampling
-        self._routers, self._spec = routers, spec
+        self._spec = spec
         self._watched: list[Tensor] | None = None
         config = replica.model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", 2**31)
@@ -87,19 +83,12 @@ class Predictor:
         """Where it computes."""
         return self.replica.device
 
-    def run(self, cache: BlockCache, **inputs: Any) -> tuple[Any, Tensor | None]:
-        """Run the backbone; return its output and which experts the tokens met, [T, layers, k], where that is told."""
+    def run(self, cache: BlockCache, **inputs: Any) -> Any:
+        """Run the backbone; return its output."""
         backbone = backbone_of(self.replica.model)
-        watched: AbstractContextManager[list[Tensor]] = nullcontext([])
-        if self._routers is not None:
-            watched = self._routers.choices()
-        with watched as chosen:
-            output = backbone(use_cache=True, **cache_argument(backbone, cache), **inputs)
-        return output, torch.stack(chosen, 1) if chosen else None
+        return backbone(use_cache=True, **cache_argument(backbone, cache), **inputs)
 
-    def step(
-        self, state: RowState, cache: BlockCache, *, has_fillers: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def step(self, state: RowState, cache: BlockCache, *, has_fillers: bool = False) -> tuple[Tensor, Tensor]:
         """Read every row's last token and draw the next one.
 
         Args:
@@ -108,10 +97,10 @@ class Predictor:
             has_fillers: Some rows only fill a bucket and go on for ever: their positions may lie beyond the model's.
 
         Returns:
-            What `draw` does, and the experts that were met.
+            What `draw` does.
         """
         positions, cache.states = cache.view.positions + state.ahead[:, None], state.layers
-        output, met = self.run(
+        output = self.run(
             cache,
             input_ids=state.last[:, None],
             position_ids=positions.clamp(max=self.positions - 1) if has_fillers else positions,
@@ -120,7 +109,7 @@ class Predictor:
         hidden = output.last_hidden_state[:, 0]
         if self._watched is not None:
             self._watched.append(hidden)
-        return *self.draw(hidden, state), met
+        return self.draw(hidden, state)
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:

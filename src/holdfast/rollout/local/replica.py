@@ -17,7 +17,6 @@ from holdfast.data.content.model_inputs import tensor_arguments
 from holdfast.models.files.vision import set_attention
 from holdfast.models.layers.attention import upstream_attention
 from holdfast.models.layers.rotary import keep_short_angles
-from holdfast.models.layers.routers import Routers
 from holdfast.models.names import named_parameters
 from holdfast.models.setup.model import Blueprint
 from holdfast.rollout.engine import Request
@@ -142,12 +141,10 @@ class ReplicaEngine:
         replica: The unsharded copy.
         stops: Tokens and texts that end a completion.
         rows: Largest number of completions decoded together.
-        tells_experts: Whether completions record the experts of their tokens, for a mixture of experts.
     """
 
-    def __init__(self, replica: Replica, stops: Stops, rows: int, *, tells_experts: bool) -> None:
+    def __init__(self, replica: Replica, stops: Stops, rows: int) -> None:
         self._replica, self._stops, self._rows = replica, stops, rows
-        self._routers = Routers(replica.model) if tells_experts else None
         self._waiting: deque[Request] = deque()
         self._sampling = SamplingConfig()
         self._version = -1

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.parallel.forms import Forms
@@ -63,8 +62,6 @@ class Drawn(NamedTuple):
     tokens: list[list[int]]
     """Of each row."""
     logprobs: list[list[float]]
-    choices: NDArray[np.int16] | None
-    """[rows, tokens, layers, k] experts that the tokens met which were read; None where nobody asks"""
 
 
 class _Slots(NamedTuple):
@@ -143,8 +140,6 @@ class DeviceRows:
         """Number of blocks that are known to be enough."""
         self._unseen = 0
         """Steps since the last look."""
-        self._choices: list[Tensor] = []
-        """[rows, layers, k] experts that tokens met which were read since the last look."""
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -275,16 +270,13 @@ class DeviceRows:
         for tensor, value in zip(self.changed(), before, strict=True):
             tensor.copy_(value)
         self._part, self.lengths = whole, lengths
-        self._choices.clear()
 
     def look(self) -> Drawn:
         """Bring what was drawn to the host."""
         tokens, logprobs = (host_value(part, "drawn tokens").tolist() for part in self.written(self._unseen))
-        met = host_value(torch.stack(self._choices, 1), "experts of drawn tokens") if self._choices else None
         self._unseen = 0
-        self._choices.clear()
         self._now.cursor.zero_()
-        return Drawn(tokens, logprobs, met)
+        return Drawn(tokens, logprobs)
 
     def step(self) -> None:
         """Draw one token in every row: a function of fixed memory alone, which it changes in place."""
@@ -298,13 +290,11 @@ class DeviceRows:
             even = bool((self.lengths + 1 == longest).all())
             view = View.of(now.tables, now.lengths.clone()[:, None], longest, even=even, decodes=True)
         self.cache.view = view
-        tokens, logprobs, met = self._predictor.step(now.state, self.cache, has_fillers=self.records)
+        tokens, logprobs = self._predictor.step(now.state, self.cache, has_fillers=self.records)
         now.lengths.add_(1)
         now.tokens.index_copy_(1, now.cursor, tokens[:, None])
         now.logprobs.index_copy_(1, now.cursor, logprobs[:, None])
         now.cursor.add_(1)
-        if met is not None:
-            self._choices.append(met)
 
     def changed(self) -> list[Tensor]:
         """Return what a step reads and then changes; not of rows that only fill a bucket.

@@ -16,7 +16,6 @@ from holdfast.rollout.engine import Request
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, StateKey, View
 from holdfast.rollout.local.predictor import Predictor, RowState
 from holdfast.rollout.local.replica import merged_inputs
-from holdfast.types import host_value
 
 
 @dataclass
@@ -27,19 +26,8 @@ class DecodedRow:
     place: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    prompt_choices: NDArray[np.int16] | None = None
-    """[P, layers, k] experts that the prompt met; None where nobody asks"""
-    choices: list[NDArray[np.int16]] = field(default_factory=list)
-    """[layers, k] of each drawn token that was read"""
     number: int = 0
     """How many rows have begun, itself included, when it did."""
-
-    def note_choices(self, met: NDArray[np.int16] | None) -> None:
-        """Note the experts that the text met which it begins with: its prompt, and tokens if it was paused."""
-        if met is not None:
-            size = len(self.request.prompt)
-            self.prompt_choices = met[:size]
-            self.choices += list(met[size + len(self.choices) :])
 
 
 @dataclass(eq=False)
@@ -54,8 +42,6 @@ class Waiting:
     """Tokens of a long text that have been computed, piece by piece."""
     hidden: Tensor | None = None
     """[H], what predicts the token behind that text; None until it has been computed"""
-    choices: NDArray[np.int16] | None = None
-    """[P, layers, k] experts that the text met; None where nobody asks"""
     layers: dict[StateKey, Tensor] = field(default_factory=dict)
     """[1, ...] states that recurrent layers have behind that text"""
 
@@ -109,16 +95,13 @@ def compute_piece(predictor: Predictor, cache: BlockCache, waiting: Waiting, cou
     cache.view = View.of(tables, places, end)
     tokens = torch.from_numpy(waiting.text[start:end]).to(device)[None]
     positions = torch.from_numpy(waiting.positions[:, start:end]).to(device)  # [A, T]
-    output, met = predictor.run(
+    output = predictor.run(
         cache,
         input_ids=predictor.replica.family.with_one_image_token(tokens),
         position_ids=positions if len(positions) == 1 else positions[:, None],
         rows=cache,
     )
     waiting.read = end
-    if met is not None:
-        told = host_value(met, "experts of prompts")
-        waiting.choices = told if start == 0 else np.concatenate([waiting.choices, told])
     if end == waiting.length:
         waiting.hidden = output.last_hidden_state[0, -1]
 
@@ -140,7 +123,7 @@ def _compute_together(predictor: Predictor, cache: BlockCache, several: Sequence
     written = np.concatenate([_places(waiting) for waiting in several])
     cache.view = View(None, positions[0], max(lengths), torch.from_numpy(written).to(device))
     tokens = torch.from_numpy(np.concatenate([waiting.text for waiting in several])).to(device)[None]
-    output, met = predictor.run(
+    output = predictor.run(
         cache,
         input_ids=predictor.replica.family.with_one_image_token(tokens),
         position_ids=positions[0] if len(positions) == 1 else positions,
@@ -149,10 +132,8 @@ def _compute_together(predictor: Predictor, cache: BlockCache, several: Sequence
     )
     ends = np.cumsum(lengths)
     last = output.last_hidden_state[0][torch.from_numpy(ends).to(device) - 1]
-    choices = None if met is None else host_value(met, "experts of prompts")
-    for waiting, hidden, start, end in zip(several, last, ends - lengths, ends, strict=True):
+    for waiting, hidden in zip(several, last, strict=True):
         waiting.hidden, waiting.layers = hidden, cache.states
-        waiting.choices = None if choices is None else choices[start:end]
 
 
 def state_blocks(predictor: Predictor) -> int:

@@ -24,7 +24,6 @@ from holdfast.errors import ModelError
 from holdfast.files import size_words
 from holdfast.models.adapters.live import adapters_of, adapters_off
 from holdfast.models.heads.policy import PolicyModel, without_dropout
-from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.models.setup.model import blueprint
 from holdfast.optim.reference_ema import FollowingModel
 from holdfast.parallel.collectives import RankGroup
@@ -54,10 +53,6 @@ class AdapterOff:
 
     def __call__(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> LossSum | Scores:
         """Score a batch."""
-        per_token = {
-            name: values for name, values in batch.per_token.items() if name != CHOICES_COLUMN
-        }  # routed by its own routers
-        batch = replace(batch, per_token=per_token)
         with adapters_off(self.policy), without_dropout(self.policy):
             scores: LossSum | Scores = self.policy(batch, temperature=temperature, entropy=entropy)
         return scores

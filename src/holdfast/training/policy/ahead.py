@@ -139,7 +139,7 @@ def largest_ahead(config: GRPOConfig) -> list[dict[str, Any]]:
     rollout, size = config.rollout, config.rollout.max_new_tokens
     tokens, logprobs, number = np.zeros(size, np.int64), np.zeros(size, np.float32), _LARGEST_NUMBER
     segments = ((size, number),) * (rollout.max_staleness + 1)
-    longest = Sampled(number, rollout.group_size, tokens, logprobs, Finish.LENGTH, number, None, segments)
+    longest = Sampled(number, rollout.group_size, tokens, logprobs, Finish.LENGTH, number, segments)
     count = config.data.batch_size * rollout.group_size * rollout.max_staleness
     return [_as_plain(_StepCompletion("0" * 32, number, longest), _mark_of(config))] * count
 
@@ -203,7 +203,6 @@ def _sampled_from(saved: Mapping[str, Any]) -> Sampled:
         logprobs,
         Finish(saved["finish"]),
         int(saved["weights_version"]),
-        None,
         tuple((int(start), int(version)) for start, version in saved["segments"]),
         int(np.count_nonzero(np.isnan(logprobs))),
     )

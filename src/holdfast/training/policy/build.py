@@ -19,8 +19,6 @@ from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError, DataError
-from holdfast.models.layers.expert_choices import why_not_replayed
-from holdfast.models.layers.routers import routers_of
 from holdfast.models.setup.model import Blueprint
 from holdfast.models.support import Support
 from holdfast.objectives.base import Objective
@@ -78,8 +76,6 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     setup = begin(setting, live)
     objective = _objective(config, setup)
     sharded = _sharded(config, setup, columns, environments)
-    if config.rollout.replay_routing:
-        setting.ranks.on_all_ranks(lambda: _replay_routing(sharded))
     images = _images(config, sharded.origin)
     rows = _rows(config, sharded.setting, sharded.origin, images, environments)
     tokenise = _tokeniser(config, sharded, rows)
@@ -222,7 +218,7 @@ def _sampler(config: GRPOConfig, sharded: ShardedModel) -> Sampler:
     # Turns are decoded operation by operation, since their prompts grow: no recording is tried for them.
     graphs = config.rollout.graphs if config.environment is None else "off"
     rollout = config.rollout.model_copy(update={"graphs": graphs})
-    return Sampler(open_engine(sharded, rollout, tells_experts=config.rollout.replay_routing))
+    return Sampler(open_engine(sharded, rollout))
 
 
 def _deal_memory(
@@ -302,17 +298,3 @@ def _check_shared_prefix(config: GRPOConfig, sharded: ShardedModel) -> None:
             f"rollout.shared_prefix: on, but {sharded.origin.family.name} is trained with one sequence per row "
             f"({why}), where nothing can be shared. Use auto."
         )
-
-
-def _replay_routing(sharded: ShardedModel) -> None:
-    """Have the policy follow the experts of its rollouts.
-
-    Raises:
-        ConfigError: Its routers cannot be told, or it has none.
-    """
-    skeleton = sharded.origin.skeleton
-    width = skeleton.config.get_text_config().hidden_size
-    why = why_not_replayed([router for router, _ in routers_of(skeleton)], width)
-    if why is not None:
-        raise ConfigError(f"rollout.replay_routing: {sharded.origin.family.name} cannot: {why}. Leave it out.")
-    sharded.model.replay_routing()

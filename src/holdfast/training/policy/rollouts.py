@@ -19,7 +19,6 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.stream import PromptBatch
 from holdfast.data.content.image_files import ImageFiles
 from holdfast.errors import RunStopped
-from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.rewards.base import Scored
 from holdfast.rollout.engine import Request, RequestImages, Sampled, generate
 from holdfast.rollout.sampling import mixed
@@ -389,6 +388,5 @@ def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: Samplin
         weights_versions=versions,
         finish=sampled.finish,
         completion=tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True),
-        per_token={} if sampled.expert_choices is None else {CHOICES_COLUMN: sampled.expert_choices},
         model_inputs=prompt.model_inputs,
     )

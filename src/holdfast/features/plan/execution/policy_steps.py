@@ -95,9 +95,7 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
 def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
     trained, objective = step.trained, policy_objective(config, step.setting)
     trained.temperature = config.rollout.temperature
-    if config.rollout.replay_routing:
-        trained.model.replay_routing()
-    sampler = _sampler_of(step, config.rollout, tells_experts=config.rollout.replay_routing)
+    sampler = _sampler_of(step, config.rollout)
     evaluation = PolicyEvaluation(
         sharded=trained,
         objective=objective,
@@ -222,11 +220,11 @@ class _ExternalEngine:
         """Have nothing to close."""
 
 
-def _sampler_of(step: PlannedStep, section: EngineConfig, *, tells_experts: bool = False) -> Sampler:
+def _sampler_of(step: PlannedStep, section: EngineConfig) -> Sampler:
     """Return the sampler of a run; no server is asked, and no code of the user's is run."""
     if not isinstance(section.engine, LocalEngineConfig):
         return Sampler(_ExternalEngine())
-    return Sampler(open_engine(step.trained, section, tells_experts=tells_experts))
+    return Sampler(open_engine(step.trained, section))
 
 
 def _deal_memory(step: PlannedStep, sampler: Sampler, section: EngineConfig, context: int) -> None:
