@@ -87,13 +87,7 @@ def fork(key: int, work: Work, inherited: Iterable[BaseSelector | socket.socket]
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        # Held open in the child, a sibling's channel would never end for that sibling.
-        for channel in inherited:
-            channel.close()
-        for pipe in pipes:
-            os.close(pipe)
-        _live(theirs.detach(), work, server)
+        _live(theirs.detach(), work, server, [ours, *inherited], pipes)
     theirs.close()
     ours.setblocking(False)
     return Worker(pid, key, ours)
@@ -116,9 +110,16 @@ def print_traceback(error: BaseException) -> None:
         print(escaped_paragraph(lines), end="", file=sys.stderr, flush=True)
 
 
-def _live(channel: int, work: Work, server: int) -> None:
+def _live(
+    channel: int, work: Work, server: int, inherited: Iterable[BaseSelector | socket.socket], pipes: Iterable[int]
+) -> None:
     status = 1
     try:
+        # Held open in the child, a sibling's channel would never end for that sibling.
+        for opened in inherited:
+            opened.close()
+        for pipe in pipes:
+            os.close(pipe)
         os.setsid()
         kernel.die_with_parent()
         if os.getppid() == server:
