@@ -138,7 +138,11 @@ class JsonRows:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    state = path.stat()
+    """Return what changes with a file; nothing for one that is gone."""
+    try:
+        state = path.stat()
+    except OSError:
+        return ()
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
