@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter
 from holdfast.environments.base import ToolCall
 from holdfast.environments.schemas import schema_of, words_for
 from holdfast.processes.user_code import CannotStart
+from holdfast.text.escaping import with_whole_characters
 
 _ARGUMENT = re.compile(r"^(\s*)(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
@@ -160,7 +161,7 @@ def _checked(tool: Tool, name: str, value: Any, schema: Mapping[str, Any]) -> An
     try:
         if value is None or value in schema.get("enum", (value,)):
             # As JSON: in it a list may be a tuple, and a value a member of an enumeration.
-            return tool.types[name].validate_json(json.dumps(value))
+            return tool.types[name].validate_json(with_whole_characters(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):  # a `ValidationError` is a ValueError
         pass
     raise CallMistake(f"{name} of {tool.name} should be {words_for(schema)}, not {value!r}")

@@ -15,6 +15,7 @@ from holdfast.environments.base import MOST_LEVELS, Malformed, StepResult, exten
 from holdfast.environments.instances import EnvironmentSource, Instance, load
 from holdfast.processes.forks import MOST_ANSWER_BYTES, Tell, Work, print_traceback
 from holdfast.processes.user_code import describe_error, describe_raised
+from holdfast.text.escaping import with_whole_characters
 
 
 def make_work(setup: Mapping[str, Any], _: Callable[[str], None]) -> Work:
@@ -86,9 +87,7 @@ def _encoded(result: StepResult) -> bytes:
         text = json.dumps({"result": values}, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise Malformed(f"returned a message with a value that is no JSON: {describe_error(error)}") from None
-    # UTF-16 writes both halves of a pair side by side, so that they are one character again.
-    text = text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    encoded = text.encode()
+    encoded = with_whole_characters(text).encode()
     if len(encoded) > MOST_ANSWER_BYTES:
         raise Malformed(f"returned {len(encoded)} bytes, and an observation has {MOST_ANSWER_BYTES} at most")
     return encoded

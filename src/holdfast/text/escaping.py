@@ -31,6 +31,11 @@ def escaped_paragraph(text: str) -> str:
     return escaped(text, "\n\t")
 
 
+def with_whole_characters(text: str) -> str:
+    """Return a text that any tokenizer takes: two halves of a pair are one character, a half alone is U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def error_words(error: BaseException) -> str:
     """Return an exception's class name and message as one escaped line.
 

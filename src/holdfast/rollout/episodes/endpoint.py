@@ -16,6 +16,7 @@ from typing import Any
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.files import parse_json
 from holdfast.rollout.episodes.chat_calls import MODEL, CallRefused, ChatCall, chat_call
+from holdfast.text.escaping import with_whole_characters
 
 _LOOPBACK = "127.0.0.1"
 _MOST_BODY_BYTES = 1 << 26
@@ -159,8 +160,7 @@ def _with_whole_characters(body: bytes) -> str:
     text = body.decode("utf-8", "replace")
     if "\\ud" not in text.lower():
         return text
-    plain = json.dumps(parse_json(text), ensure_ascii=False)
-    return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return with_whole_characters(json.dumps(parse_json(text), ensure_ascii=False))
 
 
 class _Server(ThreadingHTTPServer):
