@@ -29,6 +29,9 @@ class Patience:
     server_look_seconds: float = 0.5
     """Polling interval for a server's start, its port and its process."""
 
+    rows_index_seconds: float = 60.0
+    """For another process to index the rows of small files, before this one indexes them for itself."""
+
     pool_close_seconds: float = 5.0
     """For reward workers to leave, before they are killed and again after it."""
     supervisor_tick_seconds: float = 0.2

@@ -21,10 +21,12 @@ from tests.cli.warm import Done, WarmPython, run
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]
 REWARD = """
 import os
+import time
 
 print("imported", flush=True)
 
 def reward(completion):
+    time.sleep(0.1)  # the launcher moves logs when it looks next
     print(os.getpid(), "prints into", os.readlink("/proc/self/fd/1"), flush=True)
     return float(len(completion))
 """

@@ -14,11 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast import patience
 from holdfast.data.rows.index import JsonRows
 from holdfast.data.rows.json_rows import scan_json
 from holdfast.errors import DataError
@@ -222,6 +225,7 @@ def test_the_index_of_a_process_that_was_killed_is_removed_by_the_next(tmp_path:
 READ = """
 import json, sys
 from pathlib import Path
+from holdfast import patience
 from holdfast.data.rows.index import JsonRows
 from holdfast.errors import DataError
 try:
@@ -261,13 +265,13 @@ def test_processes_that_come_at_once_read_one_index_that_one_of_them_builds(larg
     assert list(place.iterdir()) == []
 
 
-def is_blocked(process: subprocess.Popen[str]) -> bool:
-    """Return whether a process comes to wait for a lock before it says anything."""
+def has_opened_index(process: subprocess.Popen[str], place: Path) -> bool:
+    """Return whether a process opens the index that another one builds before it says anything."""
     while not select.select([process.stdout], [], [], 0.05)[0]:
-        if any(
-            "->" in line and str(process.pid) in line.split() for line in Path("/proc/locks").read_text().splitlines()
-        ):
-            return True
+        links = (str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir() if link.is_symlink())
+        with suppress(FileNotFoundError):  # a file that was closed meanwhile
+            if any(link.startswith(str(place)) for link in links):
+                return True
     return False
 
 
@@ -277,7 +281,7 @@ def test_a_process_killed_while_it_builds_leaves_the_work_to_one_that_waits(larg
         time.sleep(0.001)
     builds.send_signal(signal.SIGSTOP)
     waits = reader(large)
-    waited = is_blocked(waits)
+    waited = has_opened_index(waits, place)
     builds.send_signal(signal.SIGKILL)
     builds.communicate()
 
@@ -287,6 +291,46 @@ def test_a_process_killed_while_it_builds_leaves_the_work_to_one_that_waits(larg
     assert waited, "two processes built at once"
     assert words.startswith("400000 {'a': '0123456789'}")
     assert list(place.iterdir()) == []
+
+
+def test_a_process_that_was_stopped_while_it_builds_is_not_waited_for(
+    large: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(patience, "current", replace(patience.current, rows_index_seconds=0.1))
+    builds = reader(large)
+    while not list(place.iterdir()):
+        time.sleep(0.001)
+    builds.send_signal(signal.SIGSTOP)
+
+    rows = JsonRows([large])
+    said = capsys.readouterr().err
+    builds.send_signal(signal.SIGKILL)
+    builds.communicate()
+
+    assert (len(rows), rows[399_999]) == (400_000, {"a": "0123456789"})
+    assert str(place) in said
+
+
+def test_an_array_that_is_written_again_is_named(tmp_path: Path, place: Path) -> None:
+    path = written(tmp_path / "rows.json", b'[{"a": 1}, {"a": 2}]')
+    rows = JsonRows([path])
+    path.write_bytes(b'[{"b": 9}, {"c": 20}]')
+
+    with pytest.raises(DataError, match=r"rows\.json changed"):
+        rows[0]
+
+
+def test_a_fork_that_ends_leaves_the_index_to_its_parent(tmp_path: Path, place: Path) -> None:
+    rows = JsonRows([written(tmp_path / "rows.jsonl", b'{"a": 1}\n')])
+    before = list(place.iterdir())
+    pid = os.fork()
+    if pid == 0:
+        del rows
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+    assert list(place.iterdir()) == before != []
+    assert rows[0] == {"a": 1}
 
 
 def test_a_bad_line_leaves_no_index_and_is_the_same_error_for_all(large: Path, place: Path) -> None:

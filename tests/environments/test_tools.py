@@ -139,6 +139,14 @@ class World:
         """
         return [colour, coats]
 
+    def scale(self, size: str) -> str:
+        """Scale.
+
+        Args:
+            size: Which (choices: [1, 2])
+        """
+        return str(size)
+
     def day(self) -> dict[str, Any]:
         return {"day": datetime.date(2026, 1, 2)}
 
@@ -167,6 +175,8 @@ TOLD = [
     ("paint", {"colour": "red"}, '["red", null]'),
     ("paint", {"colour": "green"}, "error: colour of paint should be one of 'red', 'blue', not 'green'"),
     ("paint", {"colour": "red", "coats": None}, '["red", null]'),
+    ("scale", {"size": 2}, "2"),
+    ("scale", {"size": "2"}, "error: size of scale should be one of 1, 2, not '2'"),
     ("paint", {"colour": None}, "error: colour of paint should be one of 'red', 'blue', not None"),
     ("paint", {"colour": "\ud800"}, "error: colour of paint should be one of 'red', 'blue', not '\\ud800'"),
     ("twice", {"number": 4}, "8"),

@@ -574,13 +574,17 @@ LIES = {
 def test_a_lie_in_the_channel_costs_its_sample_alone(start: Start, lie: str, form: str) -> None:
     payload = json.dumps(LIES[lie]).encode()
     pool = start(f"""
-        import os
+        import gc, os
         def act(completions):
-            if "lies" in completions: os.write(channel(), {len(payload).to_bytes(8, "little") + payload!r})
+            if "lies" in completions:
+                payload = number() + b" " + {payload!r}
+                os.write(channel(), len(payload).to_bytes(8, "little") + payload)
             return [len(each) for each in completions]
         def channel():
             links = {{n: f"/proc/self/fd/{{n}}" for n in range(3, 20) if os.path.exists(f"/proc/self/fd/{{n}}")}}
             return max(n for n, link in links.items() if "socket" in os.readlink(link))  # lower ones: an event loop's
+        def number():
+            return b"%d" % next(o for o in gc.get_objects() if type(o).__name__ == "_Channel")._number
         {form}
         """, workers=1, batch_size=1)  # fmt: skip
 
@@ -592,12 +596,50 @@ def test_a_lie_in_the_channel_costs_its_sample_alone(start: Start, lie: str, for
     assert [each.reward for each in again] == [1.0, 2.0]
 
 
-def test_an_outcome_that_is_told_twice_costs_one_sample_of_its_task(start: Start) -> None:
+def test_an_outcome_of_no_request_moves_no_reward_to_another_sample(start: Start) -> None:
     pool = start("""
-        import json, os
-        def reward(completion, sample_id):
+        import json, os, time
+        def reward(completion):
             if completion == "lies":
                 payload = json.dumps({"place": 0, "outcome": TRUE}).encode()
+                os.write(channel(), len(payload).to_bytes(8, "little") + payload)
+            time.sleep(0.5 if completion == "lies" else 0.1)
+            return 0.25 if completion == "lies" else 1.0
+        def channel():
+            links = {n: f"/proc/self/fd/{n}" for n in range(3, 20) if os.path.exists(f"/proc/self/fd/{n}")}
+            return next(n for n, link in links.items() if "socket" in os.readlink(link))
+        TRUE = """ + repr(TRUE), workers=1)  # fmt: skip
+
+    for _ in range(2):
+        assert [each.reward for each in pool.score(samples("lies", "a", "b", "c"))] == [None, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("field", ["value", "parts", "metrics"])
+def test_a_number_without_bounds_in_the_channel_costs_its_sample_alone(start: Start, field: str) -> None:
+    pool = start(f"""
+        import gc, json, os
+        def reward(completion):
+            if completion == "lies":
+                number = next(o for o in gc.get_objects() if type(o).__name__ == "_Channel")._number
+                outcome = TRUE | {{"{field}": 10**400 if "{field}" == "value" else {{"a": 10**400}}}}
+                payload = b"%d " % number + json.dumps({{"place": 0, "outcome": outcome}}).encode()
+                os.write(channel(), len(payload).to_bytes(8, "little") + payload)
+            return len(completion)
+        def channel():
+            links = {{n: f"/proc/self/fd/{{n}}" for n in range(3, 20) if os.path.exists(f"/proc/self/fd/{{n}}")}}
+            return next(n for n, link in links.items() if "socket" in os.readlink(link))
+        TRUE = """ + repr(TRUE), workers=1, batch_size=1)  # fmt: skip
+
+    assert [each.reward for each in pool.score(samples("a", "lies", "cc"))] == [1.0, None, 2.0]
+
+
+def test_an_outcome_that_is_told_twice_costs_one_sample_of_its_task(start: Start) -> None:
+    pool = start("""
+        import gc, json, os
+        def reward(completion, sample_id):
+            if completion == "lies":
+                number = next(o for o in gc.get_objects() if type(o).__name__ == "_Channel")._number
+                payload = b"%d " % number + json.dumps({"place": 0, "outcome": TRUE}).encode()
                 for _ in range(40): os.write(channel(), len(payload).to_bytes(8, "little") + payload)
             return len(completion)
         def channel():

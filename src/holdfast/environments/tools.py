@@ -158,10 +158,12 @@ def arguments_of(tool: Tool, call: ToolCall) -> dict[str, Any]:
 
 def _checked(tool: Tool, name: str, value: Any, schema: Mapping[str, Any]) -> Any:
     """Return an argument as a value of its parameter's type."""
+    is_choice = value is not None and value in schema.get("enum", ())
     try:
-        if value is None or value in schema.get("enum", (value,)):
+        if value is None or is_choice or "enum" not in schema:
             # As JSON: in it a list may be a tuple, and a value a member of an enumeration.
             return tool.types[name].validate_json(with_whole_characters(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):  # a `ValidationError` is a ValueError
-        pass
+        if is_choice:  # a docstring lists choices of another type than the parameter's
+            return value
     raise CallMistake(f"{name} of {tool.name} should be {words_for(schema)}, not {value!r}")

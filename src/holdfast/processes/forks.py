@@ -59,6 +59,8 @@ class Worker:
     """Answers to its request that have not come."""
     seconds: float = 0.0
     """Longest wait for the next of them."""
+    number: int = 0
+    """Of its request; every answer names it, so that none is taken for one of the next request."""
     asked_at: float = 0.0
     deadline: float | None = None
     """When an answer, or the end of a worker that leaves, is due."""
@@ -87,7 +89,7 @@ def fork(key: int, work: Work, inherited: Iterable[BaseSelector | socket.socket]
     server = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _live(theirs.detach(), work, server, [ours, *inherited], pipes)
+        _live(theirs, work, server, (ours, inherited, pipes))
     theirs.close()
     ours.setblocking(False)
     return Worker(pid, key, ours)
@@ -111,12 +113,17 @@ def print_traceback(error: BaseException) -> None:
 
 
 def _live(
-    channel: int, work: Work, server: int, inherited: Iterable[BaseSelector | socket.socket], pipes: Iterable[int]
+    theirs: socket.socket,
+    work: Work,
+    server: int,
+    inherited: tuple[socket.socket, Iterable[BaseSelector | socket.socket], Iterable[int]],
 ) -> None:
     status = 1
     try:
+        ours, channels, pipes = inherited
+        channel = theirs.detach()
         # Held open in the child, a sibling's channel would never end for that sibling.
-        for opened in inherited:
+        for opened in (ours, *channels):
             opened.close()
         for pipe in pipes:
             os.close(pipe)
@@ -127,7 +134,8 @@ def _live(
                 signal.signal(number, signal.SIG_DFL)
             if work.memory_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (work.memory_bytes, work.memory_bytes))
-            work.serve(_requests(channel), _teller(channel))
+            asked = _Channel(channel)
+            work.serve(asked.requests(), asked.tell)
             status = 0
     except BaseException:  # noqa: BLE001 - the process edge: nothing may run on into the server's code
         traceback.print_exc()
@@ -136,28 +144,30 @@ def _live(
         os._exit(status)
 
 
-def _requests(channel: int) -> Iterator[bytes]:
-    """Yield requests until the server closes the channel; print into the log that each names."""
-    log = None
-    while (payload := framing.read_frame(channel)) is not None:
-        new_log, request = pickle.loads(payload)  # noqa: S301 - from our own parent
-        if new_log != log:
-            log = new_log
-            print_into(log)
-        yield request
+class _Channel:
+    """A worker's end of the channel to its server."""
 
+    def __init__(self, channel: int) -> None:
+        self._channel, self._pid = channel, os.getpid()
+        self._number = 0
 
-def _teller(channel: int) -> Tell:
-    this_pid = os.getpid()
+    def requests(self) -> Iterator[bytes]:
+        """Yield requests until the server closes the channel; print into the log that each names."""
+        log = None
+        while (payload := framing.read_frame(self._channel)) is not None:
+            self._number, new_log, request = pickle.loads(payload)  # noqa: S301 - from our own parent
+            if new_log != log:
+                log = new_log
+                print_into(log)
+            yield request
 
-    def tell(answer: bytes) -> None:
-        if os.getpid() != this_pid:
+    def tell(self, answer: bytes) -> None:
+        """Send an answer to the present request."""
+        if os.getpid() != self._pid:
             os._exit(1)  # the user's code forked, and its child came back to us
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by the user's code
             sys.stdout.flush()
-        framing.write(channel, answer)
-
-    return tell
+        framing.write(self._channel, b"%d %b" % (self._number, answer))
 
 
 def describe_end(status: int | None) -> str:

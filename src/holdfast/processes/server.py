@@ -115,7 +115,8 @@ class ForkServer:
         if worker is None:
             self._fault(key, "gone")
             return
-        worker.outgoing += framing.frame(pickle.dumps((self._log, payload)))
+        worker.number += 1
+        worker.outgoing += framing.frame(pickle.dumps((worker.number, self._log, payload)))
         worker.missing, worker.seconds, worker.asked_at = answers, seconds, time.monotonic()
         worker.deadline = worker.asked_at + seconds
         self._selector.modify(worker.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
@@ -159,10 +160,12 @@ class ForkServer:
         """
         received = worker.channel.recv(_RECEIVED_BYTES)
         for message in worker.incoming.feed(received):
-            answer = parse_json(message)
             if worker.is_leaving:
                 continue
-            if not worker.missing or not self._work.is_answer(answer):
+            number, _, text = message.partition(b" ")
+            answer = parse_json(text)
+            is_asked = worker.missing > 0 and number == b"%d" % worker.number
+            if not is_asked or not self._work.is_answer(answer):
                 raise framing.BrokenChannel("no answer, or one that nobody asked for")
             now = time.monotonic()
             worker.missing -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 
 from holdfast.processes.forks import Tell, Work, print_traceback
 from holdfast.processes.user_code import describe_error
-from holdfast.rewards.base import MissingArgument, Sample, SampleOutcome, outcome_of_exception
+from holdfast.rewards.base import MissingArgument, Sample, SampleOutcome, is_number, outcome_of_exception
 from holdfast.rewards.evaluation import evaluate
 from holdfast.rewards.functions.signatures import BatchedCall, PerSampleCall
 from holdfast.rewards.scorers import ReadyReward, build
@@ -53,7 +54,7 @@ def _is_answer(value: object) -> bool:
         case {
             "place": int(),
             "outcome": {
-                "value": None | int() | float(),
+                "value": None | int() | float() as main,
                 "parts": dict(parts),
                 "metrics": dict(metrics),
                 "fault": None | "timeout" | "error" | "nan" | "none",
@@ -65,7 +66,10 @@ def _is_answer(value: object) -> bool:
             **others,
         }:
             numbers = [*metrics.values(), *(part for part in parts.values() if part is not None)]
-            return not others and not fields and all(isinstance(number, int | float) for number in numbers)
+            are_finite = all(
+                isinstance(number, int | float) and abs(number) <= sys.float_info.max for number in numbers
+            )
+            return not others and not fields and are_finite and (main is None or is_number(main))
     return False
 
 

@@ -15,7 +15,9 @@ import math
 import os
 import re
 import struct
+import sys
 import tempfile
+import time
 import weakref
 from array import array
 from bisect import bisect_right
@@ -28,6 +30,7 @@ from typing import IO, Any
 
 import xxhash
 
+from holdfast import patience
 from holdfast.data.rows.json_rows import (
     PACKED_SUFFIX,
     as_row,
@@ -49,6 +52,8 @@ _END = struct.Struct("=q16s")
 """Bytes of the description before it, and the hash of all that stands before the hash."""
 _HASHED_AT_ONCE = 1 << 20
 _TRIES = 20
+_SLOWEST_BUILD, _LOOK_SECONDS = 2e6, 0.05
+"""Bytes a second; between two looks whether another process has built it."""
 
 
 class JsonRows:
@@ -72,9 +77,11 @@ class JsonRows:
             opened = [if_it_fails.enter_context(regular(path)) for path in files]
             key = _key(files, opened, keep_bad=keep_bad)
             build = partial(_build, key=key, files=files, keep_bad=keep_bad)
-            index, known = _index(key, build, holds_rows=any(path.suffix == PACKED_SUFFIX for path in files))
+            seconds = patience.current.rows_index_seconds + sum(stamp[2] for stamp in stamps) / _SLOWEST_BUILD
+            holds_rows = any(path.suffix == PACKED_SUFFIX for path in files)
+            index, known = _index(key, build, seconds, holds_rows=holds_rows)
             # `__del__` may run when modules are gone already, at the interpreter's exit; a finalizer runs before.
-            weakref.finalize(self, _leave, index)
+            weakref.finalize(self, _leave, index, os.getpid())
             for path, before in zip(files, stamps, strict=True):
                 if _stamp(path) != before:
                     raise _changed(path)
@@ -129,8 +136,14 @@ class JsonRows:
         return start, end
 
     def _bytes(self, number: int, start: int, end: int) -> bytes:
+        file = self._lines[number]
+        # Lines may be appended while a run reads; an array or a table that is written again has its rows elsewhere.
+        if self._units[number] != "line" and file is not self._index:
+            state = os.fstat(file.fileno())
+            if (state.st_size, state.st_mtime_ns) != self._stamps[number][2:]:
+                raise _changed(self._files[number])
         # pread leaves the file's position alone, so processes that share it after a fork do not disturb each other.
-        return os.pread(self._lines[number].fileno(), end - start, start)
+        return os.pread(file.fileno(), end - start, start)
 
     def _columns_of(self, number: int, start: int) -> list[str]:
         first, _ = self._places(self._rows_before[number] + number)
@@ -164,11 +177,13 @@ def _path(key: str) -> Path:
     return Path(tempfile.gettempdir()) / f"holdfast-rows-{os.getuid()}-{key}"
 
 
-def _index(key: str, build: Callable[[IO[bytes]], None], *, holds_rows: bool) -> tuple[IO[bytes], dict[str, Any]]:
+def _index(
+    key: str, build: Callable[[IO[bytes]], None], seconds: float, *, holds_rows: bool
+) -> tuple[IO[bytes], dict[str, Any]]:
     """Return the open index and what it says of itself: the host's, else one of this process alone."""
     with suppress(OSError):  # no place, no room, no locks, or somebody else's file
         for _ in range(_TRIES):
-            shared = _shared(key, build)
+            shared = _shared(key, build, seconds)
             if shared is not None:
                 _remove_abandoned()
                 return shared
@@ -187,10 +202,13 @@ def _in_memory() -> IO[bytes]:
     return os.fdopen(os.memfd_create("holdfast-rows"), "r+b")
 
 
-def _shared(key: str, build: Callable[[IO[bytes]], None]) -> tuple[IO[bytes], dict[str, Any]] | None:
+def _shared(key: str, build: Callable[[IO[bytes]], None], seconds: float) -> tuple[IO[bytes], dict[str, Any]] | None:
     """Return the host's index, locked as long as it is open; None where another process removed it meanwhile.
 
     The kernel releases the lock of a process that is killed while it builds.
+
+    Raises:
+        OSError: There is no room or no lock, or another process has been building it for too long.
     """
     with ExitStack() as if_it_fails:
         index = if_it_fails.enter_context(_opened(_path(key), os.O_CREAT))
@@ -201,7 +219,7 @@ def _shared(key: str, build: Callable[[IO[bytes]], None]) -> tuple[IO[bytes], di
             fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_alone = True
         except BlockingIOError:
-            fcntl.flock(index, fcntl.LOCK_SH)  # waits for the process that builds it
+            _wait_for_builder(index, seconds)
             is_alone = False
         known = _description(index, key)
         if known is None:
@@ -215,6 +233,26 @@ def _shared(key: str, build: Callable[[IO[bytes]], None]) -> tuple[IO[bytes], di
         if known is not None:
             if_it_fails.pop_all()
     return None if known is None else (index, known)
+
+
+def _wait_for_builder(index: IO[bytes], seconds: float) -> None:
+    """Lock an index that another process builds, once it is built.
+
+    Raises:
+        TimeoutError: That process has been stopped, or hangs.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(BlockingIOError):
+            fcntl.flock(index, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_SECONDS)
+    print(
+        f"note: another process has been indexing these rows for {seconds:.0f} s ({index.name}), so this one indexes "
+        "them for itself",
+        file=sys.stderr,
+    )
+    raise TimeoutError
 
 
 def _opened(path: Path, more_flags: int = 0) -> IO[bytes]:
@@ -236,11 +274,17 @@ def _remove(index: IO[bytes]) -> None:
             Path(index.name).unlink()
 
 
-def _leave(index: IO[bytes]) -> None:
-    """Close an index, and remove it if no other process has it open."""
-    with suppress(OSError):
-        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(index)
+def _leave(index: IO[bytes], owner: int) -> None:
+    """Close an index, and remove it if no other process has it open.
+
+    Args:
+        index: The index.
+        owner: The process that opened it: a fork shares its lock.
+    """
+    if os.getpid() == owner:
+        with suppress(OSError):
+            fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(index)
     index.close()
 
 
@@ -249,7 +293,7 @@ def _remove_abandoned() -> None:
     path = _path("")
     for left in path.parent.glob(f"{path.name}*"):
         with suppress(OSError):
-            _leave(_opened(left))
+            _leave(_opened(left), os.getpid())
 
 
 def _build(index: IO[bytes], key: str, files: Sequence[Path], *, keep_bad: bool) -> None:

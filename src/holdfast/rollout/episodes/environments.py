@@ -60,6 +60,7 @@ class EnvironmentLoop(EpisodeLoop):
     def _finished(self, asked: Asked, completion: Sampled) -> None:
         index, session = asked.index, asked.session
         answered = session.complete(asked.prepared, completion)
+        del session.answered[:-1]  # each holds a whole conversation, and only the last one goes on
         if completion.finish is Finish.ABORT:
             session.episode.ended = "aborted"
             self._leave(index)
