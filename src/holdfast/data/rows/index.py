@@ -77,7 +77,8 @@ class JsonRows:
             opened = [if_it_fails.enter_context(regular(path)) for path in files]
             key = _key(files, opened, keep_bad=keep_bad)
             build = partial(_build, key=key, files=files, keep_bad=keep_bad)
-            seconds = patience.current.rows_index_seconds + sum(stamp[2] for stamp in stamps) / _SLOWEST_BUILD
+            size = sum(os.fstat(file.fileno()).st_size for file in opened)
+            seconds = patience.current.rows_index_seconds + size / _SLOWEST_BUILD
             holds_rows = any(path.suffix == PACKED_SUFFIX for path in files)
             index, known = _index(key, build, seconds, holds_rows=holds_rows)
             # `__del__` may run when modules are gone already, at the interpreter's exit; a finalizer runs before.
