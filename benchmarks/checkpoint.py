@@ -181,7 +181,7 @@ class Exporter:
         from holdfast.parallel.collectives import RankGroup
         from holdfast.parallel.failure.channel import FailureChannel
         from holdfast.parallel.mesh import World
-        from holdfast.training.run import Setting
+        from holdfast.training.run import Run
         from holdfast.training.setup.model import build_policy
 
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -190,8 +190,8 @@ class Exporter:
         world = World(rank, size, rank, torch.device("cpu"), FailureChannel(dist.HashStore(), rank, size))
         self.place, self.ranks = place, RankGroup()
         self.origin = blueprint(config.model, place, seed=0)
-        setting = Setting(config=config, base=Path.cwd(), world=world, ranks=self.ranks)
-        self.policy = build_policy(setting, self.origin).model
+        run = Run(config=config, base=Path.cwd(), world=world, ranks=self.ranks)
+        self.policy = build_policy(run, self.origin).module
         sizes = [value.numel() * value.element_size() for value in self.policy.parameters()]
         self.bytes_, self.largest = sum(sizes), max(sizes)
 

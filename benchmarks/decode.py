@@ -180,20 +180,20 @@ def rank_of_rollouts(shape: Shape, _: str) -> None:
             model=endless(shape),
             tokenizer=character_tokenizer(),
         )
-        run = build_policy_run(config, Path.cwd(), world, lambda _: [], live)
+        training = build_policy_run(config, Path.cwd(), world, lambda _: [], live)
         calls: list[int] = []
-        engine: Any = run.evaluation.sampler.engine
+        engine: Any = training.evaluation.sampler.engine
         engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
         meter, times = Meter(), []
         for number in range(shape.steps):
-            stream: Any = run.common.stream
+            stream: Any = training.common.stream
             batch = stream.next(number, 2)
             prompts = batch.own_prompts[:1]
-            run.trained.state.updates = number  # new weights, as far as the engine can know
+            training.model.state.updates = number  # new weights, as far as the engine can know
             seeds = {prompt.prompt_id: tuple(mixed(number, i) for i in range(shape.group)) for prompt in prompts}
             take_turn()
             start = meter.seconds()
-            groups = sample_groups(run.trained, run.evaluation.sampler, prompts, config.rollout, seeds)
+            groups = sample_groups(training.model, training.evaluation.sampler, prompts, config.rollout, seeds)
             times.append(meter.seconds() - start)
             tokens = sum(trajectory.completion_length for group in groups for trajectory in group.trajectories)
             assert tokens == shape.rows * shape.completion

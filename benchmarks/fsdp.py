@@ -83,8 +83,8 @@ def holdfast(config: Any, world: Any) -> tuple[Callable[[], object], Any]:
     from holdfast.training.setup.begin import Live, build_run
 
     rows = texts(world.size, config.data.tokens_per_micro_batch, config.steps)
-    run = build_run(config, Path.cwd(), world, Live(rows=[{"text": text} for text in rows]))
-    return lambda: sft_step(run), run.trained.model
+    training = build_run(config, Path.cwd(), world, Live(rows=[{"text": text} for text in rows]))
+    return lambda: sft_step(training), training.model.module
 
 
 def bare(world: Any) -> tuple[Callable[[], object], Any]:

@@ -207,20 +207,20 @@ def holdfast(shape: Shape, device: str) -> None:
         live = Live(
             rows=[{"prompt": text} for text in shape.texts()], model=endless(shape), tokenizer=character_tokenizer()
         )
-        run = build_policy_run(settings, Path.cwd(), world, score, live)
-        engine: Any = run.evaluation.sampler.engine
+        training = build_policy_run(settings, Path.cwd(), world, score, live)
+        engine: Any = training.evaluation.sampler.engine
         decoder = engine._replica.model  # what `rollout_forwards` counts
-        watch = Watch(shape, Meter(device), run.trained.model.language_model.base_model, decoder.base_model)
-        run.trained.model.register_forward_pre_hook(note)
+        watch = Watch(shape, Meter(device), training.model.module.language_model.base_model, decoder.base_model)
+        training.model.module.register_forward_pre_hook(note)
         watch.tick()
         for _ in range(shape.steps):
-            grpo_step(run)
+            grpo_step(training)
             watch.tick()
     most = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
     if most is None:
         watch.report()
     else:
-        watch.report(lambda positions, seconds: run.trained.cost.flops(positions, length) / seconds / most)
+        watch.report(lambda positions, seconds: training.model.cost.flops(positions, length) / seconds / most)
 
 
 def trl(shape: Shape, device: str, *, fast_head: bool) -> None:

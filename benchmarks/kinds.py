@@ -144,11 +144,11 @@ def holdfast(kind: str) -> None:
 
     settings = from_mapping(tree(kind), SFTConfig)
     with joined_world(settings.launch) as world:
-        run = build_run(settings, Path.cwd(), world, Live(rows=rows(kind)))
-        watch = Watch(run.trained.model.language_model)
+        training = build_run(settings, Path.cwd(), world, Live(rows=rows(kind)))
+        watch = Watch(training.model.module.language_model)
         for _ in range(STEPS):
             watch.begin()
-            sft_step(run)
+            sft_step(training)
             watch.end()
     watch.report()
 

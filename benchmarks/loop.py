@@ -29,7 +29,7 @@ def main() -> None:
     from holdfast.recipes.sft import sft_step
     from holdfast.training.evaluate import evaluate
     from holdfast.training.fit import fit
-    from holdfast.training.run import Run
+    from holdfast.training.run import Training
     from holdfast.training.setup.begin import Live, build_run
 
     tree = {
@@ -50,17 +50,17 @@ def main() -> None:
     starts: list[float] = []
     ends: list[float] = []
 
-    def step(run: Run) -> dict[str, float] | None:
+    def step(training: Training) -> dict[str, float] | None:
         starts.append(time.process_time())
-        metrics = sft_step(run)
+        metrics = sft_step(training)
         ends.append(time.process_time())
         return metrics
 
     with joined_world(config.launch) as world:
         rows = [{"text": text} for text in sft_vs_trl.texts()]
         live = Live(rows=rows, model=random_model("small"), tokenizer=character_tokenizer())
-        run = build_run(config, Path.cwd(), world, live)
-        fit(run, partial(step, run), partial(evaluate, run.evaluation))
+        training = build_run(config, Path.cwd(), world, live)
+        fit(training, partial(step, training), partial(evaluate, training.evaluation))
     inside = statistics.median(end - start for start, end in list(zip(starts, ends, strict=True))[WARM_UP:])
     between = statistics.median(start - end for end, start in list(zip(ends, starts[1:], strict=False))[WARM_UP:])
     print(heading("transformers"))

@@ -79,14 +79,14 @@ def run_arm(arm: str, device: str) -> None:
     seconds, losses = [], []
     with joined_world(config.launch) as world:
         meter = Meter(device)
-        run = build_run(config, Path.cwd(), world, Live(rows=rows))
-        offload = offload_of(run.trained.model)
+        training = build_run(config, Path.cwd(), world, Live(rows=rows))
+        offload = offload_of(training.model.module)
         for update in range(config.steps):
             take_turn()
             if update == WARM_UP:
                 meter.begin_peak(whole=device == "cuda")
             copied, began = offload.copied_bytes if offload else 0, meter.seconds()
-            metrics = sft_step(run)
+            metrics = sft_step(training)
             assert metrics is not None
             if update >= WARM_UP:
                 seconds.append(meter.seconds() - began)

@@ -149,11 +149,11 @@ def holdfast() -> None:
     settings = from_mapping(tree, SFTConfig)
     with joined_world(settings.launch) as world:
         live = Live(rows=rows, model=random_model("small"), tokenizer=character_tokenizer())
-        run = build_run(settings, Path.cwd(), world, live)
-        watch = Watch(run.trained.model.language_model, Meter())
+        training = build_run(settings, Path.cwd(), world, live)
+        watch = Watch(training.model.module.language_model, Meter())
         watch.tick()
         for _ in range(STEPS):
-            sft_step(run)
+            sft_step(training)
             watch.tick()
     watch.report()
 

@@ -16,7 +16,7 @@ from holdfast.data.batches.stream import SampleStream
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from holdfast.training.setup.rows import open_data, row_tokeniser, training_stream
 
 Served = list[list[tuple[int, tuple[int, ...]]]]
@@ -40,10 +40,10 @@ def ranks() -> RankGroup:
 def open_stream(world: World, settings: dict[str, Any]) -> SampleStream:
     """Build the training stream as a run does, a model and its check aside."""
     config = from_mapping(settings, SFTConfig)
-    setting = Setting(config=config, base=Path.cwd(), world=world, ranks=ranks())
-    data = open_data(setting)
-    tokenise = row_tokeniser(setting, character_tokenizer(), data.formats)
-    return training_stream(setting, data, tokenise, Layout())
+    run = Run(config=config, base=Path.cwd(), world=world, ranks=ranks())
+    data = open_data(run)
+    tokenise = row_tokeniser(run, character_tokenizer(), data.formats)
+    return training_stream(run, data, tokenise, Layout())
 
 
 def serve(stream: SampleStream, first: int, last: int) -> list[dict[str, Any]]:

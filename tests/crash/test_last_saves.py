@@ -28,7 +28,7 @@ from holdfast.recipes.sft import sft_step
 from holdfast.training import directory
 from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 from holdfast.training.setup.begin import build_run
 from tests.crash.disks import Remount
 from tests.crash.disks import disk as disk  # noqa: PLC0414 - a fixture
@@ -160,17 +160,17 @@ def raise_while_another_rank_saves(world: World, values: dict[str, Any]) -> str:
         time.sleep(3.0)
         plain(self, staging, final)
 
-    def step(run: Run) -> dict[str, float] | None:
-        if run.trained.state.step == 2:
+    def step(training: Training) -> dict[str, float] | None:
+        if training.model.state.step == 2:
             LocalStorage.publish = slow  # type: ignore[method-assign]
             time.sleep(1.2 * world.rank)
             raise ArithmeticError("on all ranks")
-        return sft_step(run)
+        return sft_step(training)
 
     try:
         with printed() as said, pytest.raises(ArithmeticError):
-            run = build_run(from_mapping(values, SFTConfig), Path(), world)
-            fit(run, partial(step, run), partial(evaluate, run.evaluation))
+            training = build_run(from_mapping(values, SFTConfig), Path(), world)
+            fit(training, partial(step, training), partial(evaluate, training.evaluation))
         return said.getvalue()
     finally:
         LocalStorage.publish = plain  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft_step
-from holdfast.training.run import Trained
+from holdfast.training.run import Model
 from holdfast.training.setup.begin import Live, build_run
 
 
@@ -45,11 +45,11 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
     return tree
 
 
-def recorded_gradients(trained: Trained) -> list[dict[str, Any]]:
+def recorded_gradients(model: Model) -> list[dict[str, Any]]:
     """Return the list that every update will add its gradients to, whole and by name."""
-    names = {id(parameter): name for name, parameter in sharded_parameters(trained.model).items()}
+    names = {id(parameter): name for name, parameter in sharded_parameters(model.module).items()}
     # By position: a step in host memory is made on other parameters.
-    ordered = [names[id(parameter)] for group in trained.optimizer.param_groups for parameter in group["params"]]
+    ordered = [names[id(parameter)] for group in model.optimizer.param_groups for parameter in group["params"]]
     gradients: list[dict[str, Any]] = []
 
     def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -62,25 +62,27 @@ def recorded_gradients(trained: Trained) -> list[dict[str, Any]]:
             }
         )
 
-    trained.optimizer.register_step_pre_hook(keep)
+    model.optimizer.register_step_pre_hook(keep)
     return gradients
 
 
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
     """Train and return losses, norms, first gradients, final parameters and the sample ids of every step."""
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    gradients = recorded_gradients(run.trained)
-    offload = offload_of(run.trained.model)
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    gradients = recorded_gradients(training.model)
+    offload = offload_of(training.model.module)
     copied_before = offload.copied_bytes if offload else 0  # checks before step 1 run passes too
     losses, norms, forwards, lines = [], [], [], []
     for _ in range(steps):
-        metrics = sft_step(run)
+        metrics = sft_step(training)
         assert metrics is not None
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
         forwards.append(metrics["data/micro_batches"])
         lines.append(metrics)
-    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.trained.model).items()}
+    final = {
+        name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(training.model.module).items()
+    }
     return {
         "losses": losses,
         "norms": norms,
@@ -88,8 +90,8 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "parameters": final,
         "micro_batches": forwards,
         "metrics": lines,
-        "rows_tokenised": run.stream.rows_tokenised,
-        "padded": run.trained.model.padded,
+        "rows_tokenised": training.stream.rows_tokenised,
+        "padded": training.model.module.padded,
         "offloaded_bytes": offload.copied_bytes - copied_before if offload else 0,
     }
 

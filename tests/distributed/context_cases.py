@@ -91,8 +91,8 @@ def branched(sizes: tuple[int, ...], head: int, seed: int) -> list[Example]:
 
 def differences(world: World, tree: dict[str, Any], rows: Any, packs: list[tuple[Any, Any]]) -> list[float]:
     """Return, for each pack, how far log-probabilities of a shared row are from those of the whole row on one rank."""
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    policy = run.trained.model.eval()
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    policy = training.model.module.eval()
     ranks = tree["parallel"]["context"]
     found = []
     for examples, heads in packs:

@@ -40,25 +40,25 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str
         mine = [(each.sample_id, tuple(each.prompt_tokens), tuple(each.completion_tokens)) for each in samples]
         values = [even_share(each) for each in samples]
         told = [(*each, value) for each, value in zip(mine, values, strict=True)]
-        sampled.append(sorted(item for part in run.setting.ranks.gather(told) for item in part))
+        sampled.append(sorted(item for part in training.run.ranks.gather(told) for item in part))
         return [Scored(value, {"exact": value}) for value in values]
 
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
-    assert run.critic is not None
-    lines, policies, critics = [], [whole(run.trained.model)], [whole(run.critic.model)]
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
+    assert training.critic is not None
+    lines, policies, critics = [], [whole(training.model.module)], [whole(training.critic.module)]
     for _ in range(steps):
-        line = grpo_step(run)
+        line = grpo_step(training)
         assert line is not None
-        assert run.common.is_whole
+        assert training.common.is_whole
         lines.append(line)
-        policies.append(whole(run.trained.model))
-        critics.append(whole(run.critic.model))
+        policies.append(whole(training.model.module))
+        critics.append(whole(training.critic.module))
     return {
         "lines": lines,
         "sampled": sampled,
         "policies": policies,
         "critics": critics,
-        "state": run.trained.state.as_plain(),
+        "state": training.model.state.as_plain(),
     }
 
 

@@ -48,26 +48,26 @@ def settings(student: Path, teacher: Path, /, **sections: Any) -> dict[str, Any]
 
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict[str, Any]:
     """Train and return metrics, gradients, parameters, the texts of every step, and what became of the teacher."""
-    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    gradients = recorded_gradients(run.common.trained)
+    training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    gradients = recorded_gradients(training.common.model)
     texts: list[dict[int, Text]] = []
 
     def read(module: Any, args: Any) -> None:
         texts[-1] |= {one.sample_id: (one.tokens.tolist(), one.loss_mask.tolist()) for one in unpack(args[0])}
 
-    run.common.trained.model.register_forward_pre_hook(read)
+    training.common.model.module.register_forward_pre_hook(read)
     lines = []
     for _ in range(steps):
         texts.append({})
-        metrics = distill_step(run)
+        metrics = distill_step(training)
         assert metrics is not None
         lines.append(metrics)
-    parameters = sharded_parameters(run.common.trained.model)
-    teacher = sharded_parameters(run.evaluation.teacher.model)
+    parameters = sharded_parameters(training.common.model.module)
+    teacher = sharded_parameters(training.evaluation.teacher.model)
     placed = {(isinstance(value, DTensor), value.requires_grad, value.grad is None) for value in teacher.values()}
     held = sum(value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in teacher.values())
     everyone = [
-        {number: text for part in run.common.setting.ranks.gather(of_step) for number, text in part.items()}
+        {number: text for part in training.common.run.ranks.gather(of_step) for number, text in part.items()}
         for of_step in texts
     ]
     return {
@@ -78,57 +78,57 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict
         "teacher": {name: full_tensor(value).numpy().copy() for name, value in teacher.items()},
         "placed": placed,
         "held": held,
-        "evaluated": evaluate_distilled(run.evaluation, interrupted=lambda: False),
+        "evaluated": evaluate_distilled(training.evaluation, interrupted=lambda: False),
     }
 
 
 def abandoned(world: World, tree: dict[str, Any], rows: Any) -> tuple[dict[str, Any], dict[str, Any], float]:
     """Leave a step while the student writes; return where the stream stood before and after, and the next loss."""
-    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    before = run.common.stream.state()
-    run.common.setting.interrupted = lambda: world.rank == world.size - 1
+    training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    before = training.common.stream.state()
+    training.common.run.interrupted = lambda: world.rank == world.size - 1
     with pytest.raises(StepAbandoned):
-        distill_step(run)
-    after = run.common.stream.state()
-    run.common.setting.interrupted = lambda: False
-    line = distill_step(run)
+        distill_step(training)
+    after = training.common.stream.state()
+    training.common.run.interrupted = lambda: False
+    line = distill_step(training)
     assert line is not None
     return before, after, line["loss"]
 
 
 def measured(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict[str, Any]:
     """Train and return the metrics of every step, those of an evaluation at the end, and the teacher's mark."""
-    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    lines = [distill_step(run) for _ in range(steps)]
+    training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    lines = [distill_step(training) for _ in range(steps)]
     return {
         "lines": lines,
-        "evaluated": evaluate_distilled(run.evaluation),
-        "mark": run.common.identity["model"]["teacher"],
+        "evaluated": evaluate_distilled(training.evaluation),
+        "mark": training.common.identity["model"]["teacher"],
     }
 
 
 def spoiled_after_a_step(world: World, tree: dict[str, Any], rows: Any, faults: str, fault: str) -> None:
     """Make a step, spoil the teacher's server, and make another."""
-    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    distill_step(run)
-    run.common.setting.ranks.gather(None)
+    training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    distill_step(training)
+    training.common.run.ranks.gather(None)
     Path(faults).write_text(fault)
-    distill_step(run)
+    distill_step(training)
 
 
 def evaluated_twice(world: World, tree: dict[str, Any], rows: Any) -> list[dict[str, float]]:
     """Return the metrics of evaluations before and after a step."""
-    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    before = evaluate_distilled(run.evaluation)
-    distill_step(run)
-    return [before, evaluate_distilled(run.evaluation)]
+    training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    before = evaluate_distilled(training.evaluation)
+    distill_step(training)
+    return [before, evaluate_distilled(training.evaluation)]
 
 
 def idle(world: World, tree: dict[str, Any], rows: Any) -> None:
     """Let the teacher's server score a batch that holds nothing on any rank."""
-    run = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    assert isinstance(run.evaluation.teacher.model, ScoringServer)
-    run.evaluation.teacher.model.scored(MiniBatch((pack([], []),), 0.0, 0, 0, 0), "teacher_logprobs")
+    training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    assert isinstance(training.evaluation.teacher.model, ScoringServer)
+    training.evaluation.teacher.model.scored(MiniBatch((pack([], []),), 0.0, 0, 0, 0), "teacher_logprobs")
 
 
 def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:

@@ -35,14 +35,16 @@ def train_on_episodes(world: World, tree: dict[str, Any], rows: Any, base: str, 
     lines: list[dict[str, float]] = []
     episodes: list[list[Row]] = []
     with open_environments(config, Path(base), world) as environments:
-        run = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
+        training = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
         for _ in range(steps):
-            sampled = next_rollout(run)
+            sampled = next_rollout(training)
             assert sampled is not None
-            rollout, metrics = learn(run, sampled)
+            rollout, metrics = learn(training, sampled)
             lines.append(metrics)
-            episodes.append(sorted(row for part in run.setting.ranks.gather(_rows(rollout.groups)) for row in part))
-    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.trained.model).items()}
+            episodes.append(sorted(row for part in training.run.ranks.gather(_rows(rollout.groups)) for row in part))
+    final = {
+        name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(training.model.module).items()
+    }
     return {"lines": lines, "parameters": final, "episodes": episodes}
 
 
@@ -51,11 +53,11 @@ def told_in_steps(world: World, tree: dict[str, Any], rows: Any, base: str, step
     config = from_mapping(tree, GRPOConfig)
     told = []
     with open_environments(config, Path(base), world) as environments:
-        run = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
+        training = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
         for _ in range(steps):
-            run.setting.log.messages.clear()
-            assert grpo_step(run) is not None
-            told.append(list(run.setting.log.messages))
+            training.run.log.messages.clear()
+            assert grpo_step(training) is not None
+            told.append(list(training.run.log.messages))
     return told
 
 
@@ -63,10 +65,10 @@ def try_rows(world: World, tree: dict[str, Any], rows: Any, base: str, is_stoppe
     """Begin environments with rows of the first batch, as before step 1, and return the seconds that it took."""
     config = from_mapping(tree, GRPOConfig)
     with open_environments(config, Path(base), world) as environments:
-        run = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
-        run.setting.interrupted = lambda: is_stopped
+        training = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
+        training.run.interrupted = lambda: is_stopped
         began = time.monotonic()
-        check_environments(run.evaluation)
+        check_environments(training.evaluation)
         return time.monotonic() - began
 
 
@@ -74,12 +76,12 @@ def sample_with_nan(world: World, tree: dict[str, Any], rows: Any, base: str) ->
     """Sample episodes from a policy whose weights are NaN, and return what the run says."""
     config = from_mapping(tree, GRPOConfig)
     with open_environments(config, Path(base), world) as environments:
-        run = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
+        training = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
         with torch.no_grad():
-            for parameter in run.trained.model.parameters():
+            for parameter in training.model.module.parameters():
                 parameter.fill_(float("nan"))
         with pytest.raises(RunStopped) as error:
-            next_rollout(run)
+            next_rollout(training)
     return str(error.value)
 
 

@@ -105,29 +105,31 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
             (sample.sample_id, tuple(sample.prompt_tokens), tuple(sample.completion_tokens), sample.finish, value)
             for sample, value in zip(samples, values, strict=True)
         ]
-        seen.append(sorted(item for part in run.setting.ranks.gather(mine) for item in part))
+        seen.append(sorted(item for part in training.run.ranks.gather(mine) for item in part))
         return [Scored(value, {"exact": value}, drop="sample" if value is None else None) for value in values]
 
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
     calls = {"policy": 0, "reference": 0}
-    _count(run.trained.model, calls, "policy")
-    if isinstance(run.reference, PolicyModel):
-        _count(run.reference, calls, "reference")
+    _count(training.model.module, calls, "policy")
+    if isinstance(training.reference, PolicyModel):
+        _count(training.reference, calls, "reference")
     lines, forwards = [], []
     for _ in range(steps):
         before = dict(calls)
-        metrics = grpo_step(run)
+        metrics = grpo_step(training)
         assert metrics is not None
         lines.append(metrics)
         forwards.append({name: calls[name] - before[name] for name in calls})
-    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.trained.model).items()}
+    final = {
+        name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(training.model.module).items()
+    }
     return {
         "lines": lines,
         "parameters": final,
         "sampled": seen,
         "forwards": forwards,
-        "state": run.trained.state.as_plain(),
-        "offloads": offload_of(run.trained.model) is not None,
+        "state": training.model.state.as_plain(),
+        "offloads": offload_of(training.model.module) is not None,
     }
 
 
@@ -139,12 +141,12 @@ def train_and_publish_averages(world: World, tree: dict[str, Any], rows: Any, *,
         seen.append([tuple(sample.completion_tokens) for sample in samples])
         return [Scored(value := even_share(sample), {"exact": value}) for sample in samples]
 
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
     for _ in range(4):
-        assert grpo_step(run) is not None
+        assert grpo_step(training) is not None
         if between:
-            with run.trained.averaged():
-                run.evaluation.sampler.publish(run.trained)
+            with training.model.averaged():
+                training.evaluation.sampler.publish(training.model)
     return seen
 
 
@@ -168,13 +170,13 @@ def remax(world: World, tree: dict[str, Any], rows: Any, dropping: str | None) -
                 found.append(Scored(even_share(sample), {"exact": even_share(sample)}))
         return found
 
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
-    sampled = next_rollout(run)
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
+    sampled = next_rollout(training)
     assert sampled is not None
-    rollout = with_advantages(run, sampled)
+    rollout = with_advantages(training, sampled)
     return {
         "metrics": rollout_metrics(rollout, 1e-6),
-        "said": run.setting.log.messages,
+        "said": training.run.log.messages,
         "greedy": {fact.prompt_id: fact.greedy for fact in rollout.facts},
         "advantages": {
             trajectory.sample_id: (trajectory.reward, float(trajectory.advantages[-1]))
@@ -187,11 +189,11 @@ def remax(world: World, tree: dict[str, Any], rows: Any, dropping: str | None) -
 
 def sample_of_no_numbers(world: World, tree: dict[str, Any], rows: Any) -> str:
     """Put a NaN into one weight of the head, and return what sampling says."""
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], Live(rows=rows))
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], Live(rows=rows))
     with torch.no_grad():
-        local_part(sharded_parameters(run.trained.model)["model.norm.weight"])[:1] = math.nan
+        local_part(sharded_parameters(training.model.module)["model.norm.weight"])[:1] = math.nan
     with pytest.raises(RunStopped) as caught:
-        next_rollout(run)
+        next_rollout(training)
     return str(caught.value)
 
 
@@ -201,26 +203,26 @@ def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> dict[
 
     def score(samples: Sequence[Sample]) -> list[Scored]:
         mine = [(sample.sample_id, tuple(sample.completion_tokens)) for sample in samples]
-        seen.append(sorted(item for part in run.setting.ranks.gather(mine) for item in part))
+        seen.append(sorted(item for part in training.run.ranks.gather(mine) for item in part))
         return [Scored(even_share(sample), {"exact": even_share(sample)}) for sample in samples]
 
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
-    grpo_step(run)
-    before = run.common.stream.state()
-    run.setting.interrupted = lambda: world.rank == world.size - 1  # one rank alone hears of it
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
+    grpo_step(training)
+    before = training.common.stream.state()
+    training.run.interrupted = lambda: world.rank == world.size - 1  # one rank alone hears of it
     left = False
     try:
-        grpo_step(run)
+        grpo_step(training)
     except StepAbandoned:
         left = True
-    run.setting.interrupted = lambda: False
+    training.run.interrupted = lambda: False
     state = {
         "left": left,
-        "stream": run.common.stream.state() == before,
-        "step": run.trained.state.step,
+        "stream": training.common.stream.state() == before,
+        "step": training.model.state.step,
         "scored": len(seen),
     }
-    grpo_step(run)
+    grpo_step(training)
     return state | {"sampled": seen}
 
 
@@ -285,32 +287,32 @@ def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[i
 
     And the bytes of memory that the ranks share, while they sample and afterwards.
     """
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], Live(rows=rows))
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], Live(rows=rows))
     request = Request(0, np.arange(2, 10), (1,))
     shared = []
 
     def sample() -> None:
-        run.evaluation.sampler.publish(run.trained)
-        generate(run.evaluation.sampler.engine, [request], SamplingConfig(max_new_tokens=4))
+        training.evaluation.sampler.publish(training.model)
+        generate(training.evaluation.sampler.engine, [request], SamplingConfig(max_new_tokens=4))
         shared.append(mapped_weights())
-        run.evaluation.sampler.release(run.trained)
+        training.evaluation.sampler.release(training.model)
 
     most = most_allocated(sample)
-    counted = copy_bytes(run.trained, shared_by_ranks(run.trained)) + layout_bytes(run.trained)
+    counted = copy_bytes(training.model, shared_by_ranks(training.model)) + layout_bytes(training.model)
     return most, counted, shared[0], mapped_weights()
 
 
 def columns_of_a_mixture(world: World, tree: dict[str, Any]) -> list[str]:
     """Look for the columns that a reward needs in the first batch; return what the run says."""
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], None)
-    check_columns(run.evaluation, {"exact": ["answer"]})
-    return [line for line in run.setting.log.messages if "column" in line]
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], None)
+    check_columns(training.evaluation, {"exact": ["answer"]})
+    return [line for line in training.run.log.messages if "column" in line]
 
 
 def answers_of_a_batch(world: World, tree: dict[str, Any]) -> list[str]:
     """Look at the answers of the first batch by the rewards of the configuration; return what the run says of them."""
     config = from_mapping(tree, GRPOConfig)
     with open_rewards(config, Path.cwd(), world) as rewards:
-        run = build_policy_run(config, Path.cwd(), world, rewards.score, None)
-        check_answers(run.evaluation, rewards.answers, rewards.unreadable)
-    return [line for line in run.setting.log.messages if "cannot read" in line]
+        training = build_policy_run(config, Path.cwd(), world, rewards.score, None)
+        check_answers(training.evaluation, rewards.answers, rewards.unreadable)
+    return [line for line in training.run.log.messages if "cannot read" in line]

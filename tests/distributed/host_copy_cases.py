@@ -32,16 +32,16 @@ def whole(world: World, tree: dict[str, Any], rows: Any, *, blind: int | None = 
         rows: Its data.
         blind: A rank that can open no more files, so that it cannot look at rank 0's memory.
     """
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    gathered = {name: full_tensor(tensor).clone() for name, tensor in held_tensors(run.trained.model).items()}
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    gathered = {name: full_tensor(tensor).clone() for name, tensor in held_tensors(training.model.module).items()}
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if world.rank == blind:
         lowest_free = os.open("/dev/null", os.O_RDONLY)
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
     try:
-        shared = dict(live_tensors(run.trained.model, run.setting.ranks, torch.float64))
-        common = common_bytes(run.trained.model, run.setting.ranks, torch.float64)
+        shared = dict(live_tensors(training.model.module, training.run.ranks, torch.float64))
+        common = common_bytes(training.model.module, training.run.ranks, torch.float64)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     told: Told = {
@@ -49,8 +49,10 @@ def whole(world: World, tree: dict[str, Any], rows: Any, *, blind: int | None = 
         "shared": {name: tensor.clone() for name, tensor in shared.items()},
         "mapped": mapped_weights(),
         "common": common,
-        "cast": mapped_of(run, torch.float32),
-        "own": len({tensor.data_ptr() for tensor in shared.values()} & {part.data_ptr() for part in local_parts(run)}),
+        "cast": mapped_of(training, torch.float32),
+        "own": len(
+            {tensor.data_ptr() for tensor in shared.values()} & {part.data_ptr() for part in local_parts(training)}
+        ),
     }
     del shared
     return told | {"left": mapped_weights()}

@@ -49,13 +49,13 @@ def merged(training: Any) -> dict[str, torch.Tensor]:
 def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, Any]:
     """Train, and return what the model says with and without its adapters, and the matrices an engine would get."""
     training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    before = probe(training.trained.model)
+    before = probe(training.model.module)
     for _ in range(steps):
         sft_step(training)
-    after = probe(training.trained.model)
-    with adapters_off(training.trained.model):
-        off = probe(training.trained.model)
-    parameters = sharded_parameters(training.trained.model)
+    after = probe(training.model.module)
+    with adapters_off(training.model.module):
+        off = probe(training.model.module)
+    parameters = sharded_parameters(training.model.module)
     return {
         "before": before,
         "after": after,
@@ -79,15 +79,15 @@ def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
     training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
 
     def parameters() -> dict[str, Any]:
-        found = sharded_parameters(training.trained.model)
+        found = sharded_parameters(training.model.module)
         return {name: full_tensor(value).clone().numpy() for name, value in found.items()}
 
-    start, before = parameters(), probe(training.trained.model)
+    start, before = parameters(), probe(training.model.module)
     lines = [sft_step(training) or {} for _ in range(steps)]
-    after = probe(training.trained.model)
-    with adapters_off(training.trained.model):
-        off = probe(training.trained.model)
-    own = [local_part(value.data) for value in training.trained.model.parameters()]
+    after = probe(training.model.module)
+    with adapters_off(training.model.module):
+        off = probe(training.model.module)
+    own = [local_part(value.data) for value in training.model.module.parameters()]
     return {
         "start": start,
         "parameters": parameters(),
@@ -98,8 +98,8 @@ def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "off": off,
         "merged": merged(training),
         "packed": sum(part.numel() for part in own if part.dtype == torch.uint8),
-        "bytes": (sum(part.untyped_storage().nbytes() for part in own), training.trained.plan.shard_bytes),
-        "numbers": (training.trained.plan.parameters, training.trained.plan.trainable),
+        "bytes": (sum(part.untyped_storage().nbytes() for part in own), training.model.plan.shard_bytes),
+        "numbers": (training.model.plan.parameters, training.model.plan.trainable),
     }
 
 
@@ -107,6 +107,6 @@ def optimizer_bytes(world: World, tree: dict[str, Any], rows: Any) -> int:
     """Take a step, and return what this rank's optimizer keeps in tensors with a dimension: its parts of moments."""
     training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
     sft_step(training)
-    kept = [value for state in training.trained.optimizer.state.values() for value in state.values()]
+    kept = [value for state in training.model.optimizer.state.values() for value in state.values()]
     parts = [local_part(value) for value in kept if isinstance(value, torch.Tensor) and value.ndim]
     return sum(part.numel() * part.element_size() for part in parts)

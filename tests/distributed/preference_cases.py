@@ -80,52 +80,53 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
 
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
     """Train and return metrics, gradients, final parameters, how often models were called, and the phases timed."""
-    run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    gradients = recorded_gradients(run.common.trained)
+    training = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    gradients = recorded_gradients(training.common.model)
     calls = {"policy": 0, "reference": 0}
-    _count(run.common.trained.model, calls, "policy")
-    if isinstance(run.evaluation.reference, PolicyModel):
-        _count(run.evaluation.reference, calls, "reference")
+    _count(training.common.model.module, calls, "policy")
+    if isinstance(training.evaluation.reference, PolicyModel):
+        _count(training.evaluation.reference, calls, "reference")
     lines, forwards = [], []
     for _ in range(steps):
         before = dict(calls)
-        metrics = dpo_step(run)
+        metrics = dpo_step(training)
         assert metrics is not None
         lines.append(metrics)
         forwards.append({name: calls[name] - before[name] for name in calls})
     final = {
-        name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.common.trained.model).items()
+        name: full_tensor(p).double().numpy().copy()
+        for name, p in sharded_parameters(training.common.model.module).items()
     }
-    timed = {name.removeprefix("timing/") for name in run.common.setting.log.clock.read()}
+    timed = {name.removeprefix("timing/") for name in training.common.run.log.clock.read()}
     return {"lines": lines, "gradients": gradients, "parameters": final, "forwards": forwards, "timed": timed}
 
 
 def scored_while_training(world: World, tree: dict[str, Any], rows: Any) -> dict[str, np.ndarray]:
     """Return what the policy and its reference say of the first update's tokens, the policy twice."""
-    run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    assert run.common.trained.model.training
-    mini_batch = run.common.stream.next(1)
+    training = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    assert training.common.model.module.training
+    mini_batch = training.common.stream.next(1)
     assert mini_batch is not None
     models = {
-        "policy": run.common.trained.model,
-        "again": run.common.trained.model,
-        "reference": run.evaluation.reference,
+        "policy": training.common.model.module,
+        "again": training.common.model.module,
+        "reference": training.evaluation.reference,
     }
     found = {}
     for name, model in models.items():
         assert model is not None
-        batches = scored(run.common.trained, model, mini_batch, "said").micro_batches
+        batches = scored(training.common.model, model, mini_batch, "said").micro_batches
         found[name] = np.concatenate([batch.per_token["said"].flatten().numpy() for batch in batches])
-    assert run.common.trained.model.training
+    assert training.common.model.module.training
     return found
 
 
 def evaluate(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, float]:
     """Train, and return what the evaluation sets say afterwards."""
-    run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    training = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     for _ in range(steps):
-        dpo_step(run)
-    return evaluate_preferences(run.evaluation, interrupted=lambda: False)
+        dpo_step(training)
+    return evaluate_preferences(training.evaluation, interrupted=lambda: False)
 
 
 def _count(model: PolicyModel, calls: dict[str, int], name: str) -> None:

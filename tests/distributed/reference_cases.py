@@ -27,14 +27,14 @@ def _score(samples: Sequence[Sample]) -> list[Scored]:
 
 def follow(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, Any]:
     """Train and return metrics, and the whole tensors of policy and reference at start and after each step."""
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
-    assert isinstance(run.reference, PolicyModel)
-    lines, policies, references = [], [whole(run.trained.model)], [whole(run.reference)]
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
+    assert isinstance(training.reference, PolicyModel)
+    lines, policies, references = [], [whole(training.model.module)], [whole(training.reference)]
     for _ in range(steps):
-        lines.append(grpo_step(run))
-        policies.append(whole(run.trained.model))
-        references.append(whole(run.reference))
-    kinds = {str(parameter.dtype) for parameter in run.reference.parameters()}
+        lines.append(grpo_step(training))
+        policies.append(whole(training.model.module))
+        references.append(whole(training.reference))
+    kinds = {str(parameter.dtype) for parameter in training.reference.parameters()}
     return {"lines": lines, "policies": policies, "references": references, "dtypes": kinds}
 
 
@@ -42,9 +42,9 @@ def said_of_the_choice(world: World, tree: dict[str, Any], rows: Any) -> tuple[l
     """Return what building printed of the reference, and the bytes of it that this rank holds; None without any."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
+        training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
     lines = [line for line in said.getvalue().splitlines() if line.startswith("reference: ")]
-    if not isinstance(run.reference, PolicyModel):
+    if not isinstance(training.reference, PolicyModel):
         return lines, None
-    parts = [local_part(value.detach()) for value in sharded_parameters(run.reference).values()]
+    parts = [local_part(value.detach()) for value in sharded_parameters(training.reference).values()]
     return lines, sum(part.untyped_storage().nbytes() for part in parts)

@@ -22,7 +22,7 @@ from holdfast.rewards.base import Sample, Scored
 from holdfast.training.fit import fit
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.evaluate import evaluate_policy
-from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.run import PolicyTraining
 from holdfast.training.setup.begin import Live
 from tests.distributed.grpo_cases import even_share
 
@@ -31,15 +31,18 @@ def held(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages_of(tensors).values())
 
 
-def parameters_of(run: PolicyRun) -> int:
+def parameters_of(training: PolicyTraining) -> int:
     """Return the bytes that a rank holds of the parameters of policy and critic."""
-    return sum(held(sharded_parameters(each.model).values()) for each in (run.trained, *run.common.companions.values()))
+    return sum(
+        held(sharded_parameters(each.module).values())
+        for each in (training.model, *training.common.companions.values())
+    )
 
 
-def states_of(run: PolicyRun) -> int:
+def states_of(training: PolicyTraining) -> int:
     """Return the bytes of optimizer states and averages."""
-    found = [] if run.trained.averages is None else list(run.trained.averages.tensors.values())
-    for each in (run.trained, *run.common.companions.values()):
+    found = [] if training.model.averages is None else list(training.model.averages.tensors.values())
+    for each in (training.model, *training.common.companions.values()):
         found += [value for state in each.optimizer.state.values() for value in state.values()]
     return held(value for value in found if isinstance(value, Tensor))
 
@@ -52,19 +55,19 @@ class Watching:
         action: "", "raise" (on all ranks) or "sigterm" (to one); in the third rollout.
     """
 
-    def __init__(self, run: PolicyRun, action: str) -> None:
-        self.inner, self.run, self.action = run.evaluation.sampler.engine, run, action
+    def __init__(self, training: PolicyTraining, action: str) -> None:
+        self.inner, self.training, self.action = training.evaluation.sampler.engine, training, action
         self.seen: list[tuple[int, int]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def collect(self, interrupted: Any) -> Any:
-        self.seen.append((parameters_of(self.run), states_of(self.run)))
+        self.seen.append((parameters_of(self.training), states_of(self.training)))
         if len(self.seen) == 3 and self.action == "raise":
-            time.sleep(self.run.setting.world.rank)  # not all at one moment, as where a reward fails
+            time.sleep(self.training.run.world.rank)  # not all at one moment, as where a reward fails
             raise ValueError("in the middle of a rollout")
-        if len(self.seen) == 3 and self.action == "sigterm" and self.run.setting.world.rank == 0:
+        if len(self.seen) == 3 and self.action == "sigterm" and self.training.run.world.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return self.inner.collect(interrupted)
 
@@ -75,24 +78,24 @@ def _score(samples: Sequence[Sample]) -> list[Scored]:
 
 def run_and_watch(world: World, tree: dict[str, Any], rows: Any, action: str = "") -> dict[str, Any]:
     """Run to the end, and return what the engine saw, and what was there between steps."""
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
-    said = list(run.setting.log.messages)
-    engine = Watching(run, action)
-    run.evaluation.sampler.engine = engine  # type: ignore[assignment]  # it passes everything on
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
+    said = list(training.run.log.messages)
+    engine = Watching(training, action)
+    training.evaluation.sampler.engine = engine  # type: ignore[assignment]  # it passes everything on
     between: list[tuple[int, int]] = []
     lines: list[dict[str, float]] = []
 
-    def step(run: PolicyRun) -> dict[str, float] | None:
-        between.append((parameters_of(run), states_of(run)))
-        line = grpo_step(run)
+    def step(training: PolicyTraining) -> dict[str, float] | None:
+        between.append((parameters_of(training), states_of(training)))
+        line = grpo_step(training)
         lines.append(dict(line or {}))
         return line
 
     error = ""
     try:
-        fit(run.common, partial(step, run), partial(evaluate_policy, run.evaluation))
+        fit(training.common, partial(step, training), partial(evaluate_policy, training.evaluation))
     except ValueError as raised:
         error = str(raised)
-    times = sorted({name for name in run.setting.log.clock.read() if name.endswith("_host")})
+    times = sorted({name for name in training.run.log.clock.read() if name.endswith("_host")})
     told = {"seen": engine.seen, "between": between, "lines": lines, "error": error, "times": times}
     return told | {"said": said}

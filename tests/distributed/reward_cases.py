@@ -19,7 +19,7 @@ from holdfast.rewards.base import Sample, Scored
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.reward_model import ShardedRewardModel, open_reward_model
 from holdfast.training.policy.rewards import open_rewards
-from holdfast.training.run import Setting, StepAbandoned
+from holdfast.training.run import Run, StepAbandoned
 from holdfast.training.setup.begin import Live
 
 
@@ -36,7 +36,7 @@ def look(world: World, tree: dict[str, Any], of_ranks: Sequence[int]) -> dict[st
     (section,) = config.reward
     assert isinstance(section, ModelRewardConfig)
     with contextlib.redirect_stdout(said):
-        model = open_reward_model(section, Setting.of(config, Path.cwd(), world))
+        model = open_reward_model(section, Run.of(config, Path.cwd(), world))
     assert isinstance(model, ShardedRewardModel)
     parts = [local_part(value.detach()) for value in sharded_parameters(model.model).values()]
     passes: list[None] = []
@@ -69,11 +69,11 @@ def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> list[
     """Make a step, leave the next for one rank's sake while it is sampled, make it again; return the steps' metrics."""
     config = from_mapping(tree, GRPOConfig)
     with open_rewards(config, Path.cwd(), world) as rewards:
-        run = build_policy_run(config, Path.cwd(), world, rewards.score, Live(rows=rows))
-        lines = [grpo_step(run)]
-        run.setting.interrupted = lambda: world.rank == world.size - 1
+        training = build_policy_run(config, Path.cwd(), world, rewards.score, Live(rows=rows))
+        lines = [grpo_step(training)]
+        training.run.interrupted = lambda: world.rank == world.size - 1
         with contextlib.suppress(StepAbandoned):
-            lines.append(grpo_step(run))
-        run.setting.interrupted = lambda: False
-        lines.append(grpo_step(run))
+            lines.append(grpo_step(training))
+        training.run.interrupted = lambda: False
+        lines.append(grpo_step(training))
     return lines

@@ -271,11 +271,11 @@ def test_a_batch_router_loss_is_refused_on_several_ranks(pools: Any, directories
 
 
 def with_twice_the_micro_batches(world: World, tree: dict[str, Any]) -> None:
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=ROWS))
-    mini_batch = run.stream.next(0)
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=ROWS))
+    mini_batch = training.stream.next(0)
     assert mini_batch is not None
     doubled = replace(mini_batch, micro_batches=mini_batch.micro_batches * 2)
-    train_step(run.trained, doubled, run.evaluation.objective)
+    train_step(training.model, doubled, training.evaluation.objective)
 
 
 def test_a_batch_router_loss_is_refused_where_rows_gave_more_than_one_pass(

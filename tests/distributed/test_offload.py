@@ -146,13 +146,13 @@ def test_policies_are_updated_with_the_same_bits(pools: Any, directory: Any, ran
 
 def gradients_that_left(world: World, tree: dict[str, Any], rows: Any) -> dict[str, list[bool]]:
     """Make an update; return of each parameter, each time that its gradient was whole, whether it has left at once."""
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
     left: dict[str, list[bool]] = {}
-    for name, parameter in sharded_parameters(run.trained.model).items():
+    for name, parameter in sharded_parameters(training.model.module).items():
         # Hooks are called in the order in which they were registered: this one after that of the host's steps.
         note = partial(lambda name, value: left.setdefault(name, []).append(value.grad is None), name)
         parameter.register_post_accumulate_grad_hook(note)
-    assert sft_step(run) is not None
+    assert sft_step(training) is not None
     return left
 
 

@@ -57,15 +57,15 @@ def numbers(value: torch.Tensor) -> Any:
 
 def updated(world: World, tree: dict[str, Any], updates: int) -> dict[str, Any]:
     """Make updates; return what they are known by, and how the model was run."""
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
-    model = run.trained.model
-    lines = [sft_step(run) for _ in range(updates)]
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
+    model = training.model.module
+    lines = [sft_step(training) for _ in range(updates)]
     return {
         "lines": [(line["loss"], line["grad_norm"], line["data/micro_batches"]) for line in lines if line],
         "parameters": {name: numbers(value) for name, value in sharded_parameters(model).items()},
         "states": {
             (index, key): numbers(value)
-            for index, state in enumerate(run.trained.optimizer.state.values())
+            for index, state in enumerate(training.model.optimizer.state.values())
             for key, value in state.items()
         },
         "fsdp": isinstance(model, FSDPModule),

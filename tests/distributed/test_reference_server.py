@@ -255,8 +255,8 @@ def spoiled_after_a_step(world: Any, tree: dict[str, Any], rows: Any, faults: st
     from holdfast.training.setup.begin import Live
     from tests.trees import run_from_mapping
 
-    run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    dpo_step(run)
-    run.common.setting.ranks.gather(None)
+    training = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    dpo_step(training)
+    training.common.run.ranks.gather(None)
     Path(faults).write_text(fault)
-    dpo_step(run)
+    dpo_step(training)

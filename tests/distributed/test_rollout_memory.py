@@ -27,25 +27,25 @@ from tests.training.walk_cases import built
 
 def counted(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
     """Return what a block takes as counted and as tensors have it, and the blocks that some memory has room for."""
-    run = built(world, tree, rows)
-    engine: Any = run.evaluation.sampler.engine
-    run.evaluation.sampler.publish(run.trained)
+    training = built(world, tree, rows)
+    engine: Any = training.evaluation.sampler.engine
+    training.evaluation.sampler.publish(training.model)
     engine.submit([], SamplingConfig(max_new_tokens=4))
     with torch.no_grad(), engine.decoding(None) as decoding:
         decoding.submit([Request(0, np.arange(2, 10), (1,))])
         decoding.advance()
         cache = decoding.on_device.cache
         taken = sum(tensor[0].nbytes for pair in cache.pairs.values() for tensor in pair)
-    one = block_bytes(run.trained)
+    one = block_bytes(training.model)
 
     def blocks(free: int) -> int | str:
         try:
-            refuse_no_room(run.trained, 48, free)
-            return cache_blocks(run.trained, 50, 48, free)
+            refuse_no_room(training.model, 48, free)
+            return cache_blocks(training.model, 50, 48, free)
         except ConfigError as error:
             return str(error)
 
-    return {"counted": one, "taken": taken, "at the start": run.trained.state.cache_blocks,
+    return {"counted": one, "taken": taken, "at the start": training.model.state.cache_blocks,
             "free": [blocks(2 * one * count) for count in (10**6, 100, 5, 4, 2, -1)]}  # fmt: skip
 
 
@@ -68,14 +68,14 @@ def test_blocks_are_those_of_all_rows_at_their_longest_or_half_of_what_is_free(
 
 def expected(world: World, tree: dict[str, Any], rows: Any) -> dict[str, int]:
     """Return what is counted on beside what is there: of a training run, of a policy alone, of a run with state."""
-    run = built(world, tree, rows)
-    trained, common = run.trained, shared_by_ranks(run.trained)
-    before = {"trains": _expected_bytes(trained, common, trains=True)}
-    before["alone"] = _expected_bytes(trained, common, trains=False)
-    assert grpo_step(run) is not None
-    state = [value for values in trained.optimizer.state.values() for value in values.values() if value.ndim]
+    training = built(world, tree, rows)
+    model, common = training.model, shared_by_ranks(training.model)
+    before = {"trains": _expected_bytes(model, common, trains=True)}
+    before["alone"] = _expected_bytes(model, common, trains=False)
+    assert grpo_step(training) is not None
+    state = [value for values in model.optimizer.state.values() for value in values.values() if value.ndim]
     return before | {
-        "has state": _expected_bytes(trained, common, trains=True),
+        "has state": _expected_bytes(model, common, trains=True),
         "state": sum(local_part(value).nbytes for value in state),
     }
 
@@ -99,13 +99,13 @@ def places_of_a_run(world: World, tree: dict[str, Any], rows: Any) -> dict[str, 
     """Return in which order models get their places and rollouts their room, and what else is counted on."""
     printed = io.StringIO()
     with redirect_stdout(printed):
-        run = built(world, tree, rows, walks=False)
+        training = built(world, tree, rows, walks=False)
     lines = [line.partition(":")[0] for line in printed.getvalue().splitlines()]
-    trained, critic, common = run.trained, run.critic, shared_by_ranks(run.trained)
+    model, critic, common = training.model, training.critic, shared_by_ranks(training.model)
     assert critic is not None
-    counted = [_expected_bytes(trained, common, trains=True, others=others) for others in ([critic], [])]
-    walk_a_step(run, learn)
-    assert grpo_step(run) is not None
+    counted = [_expected_bytes(model, common, trains=True, others=others) for others in ([critic], [])]
+    walk_a_step(training, learn)
+    assert grpo_step(training) is not None
     state = [value for values in critic.optimizer.state.values() for value in values.values() if value.ndim]
     return {
         "order": [line for line in lines if line in {"reference policy", "critic", "rollouts"}],
@@ -132,16 +132,16 @@ def continued(world: World, tree: dict[str, Any], rows: Any, saved: int, room: i
         saved: Blocks that its checkpoint has.
         room: Blocks that there is memory for; None for what there is here.
     """
-    run = built(world, tree, rows)
-    run.trained.state = TrainState(cache_blocks=saved)
-    run.evaluation.sampler.published = None
-    engine: Any = run.evaluation.sampler.engine
+    training = built(world, tree, rows)
+    training.model.state = TrainState(cache_blocks=saved)
+    training.evaluation.sampler.published = None
+    engine: Any = training.evaluation.sampler.engine
     engine.block_room = room or engine.block_room
     printed = io.StringIO()
     with redirect_stdout(printed):
-        assert grpo_step(run) is not None
+        assert grpo_step(training) is not None
     said = [line for line in printed.getvalue().splitlines() if "blocks of keys" in line or "have room for" in line]
-    return engine.block_limit, run.trained.state.cache_blocks, "\n".join(said)
+    return engine.block_limit, training.model.state.cache_blocks, "\n".join(said)
 
 
 @pytest.mark.parametrize(

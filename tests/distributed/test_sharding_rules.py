@@ -25,7 +25,7 @@ from holdfast.parallel.shards import local_rows, set_last_micro_batch, sharded_p
 from holdfast.parallel.stream import full_tensor
 from holdfast.parallel.unused_gradients import give_unused_zero_gradients
 from holdfast.training.other_models.reference import check_place
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 from holdfast.training.setup.begin import Live, build_run
 from holdfast.training.step import train_step
 from holdfast.types import Example, MiniBatch
@@ -114,19 +114,19 @@ class Recorder(NegativeLogLikelihood):
 
 def what_reaches_the_loss(world: World, directory: str) -> dict[str, Any]:
     tree = settings(directory, model={"dtype": "float32"}, parallel={"compute_dtype": "bfloat16"})
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
     ids = np.arange(2, 14)
     mask = np.arange(12) > 0
     advantages = np.full(12, 1.2345678, dtype=np.float32)
     batch = pack([Example(0, 0, ids, mask, per_token={"advantages": advantages})], [Share(0.7654321, 1.0)])
     Recorder.seen.clear()
     cosines: list[torch.Tensor] = []
-    rotary = run.trained.model.language_model.model.rotary_emb
+    rotary = training.model.module.language_model.model.rotary_emb
     hook = rotary.register_forward_hook(lambda module, args, out: cosines.append(out[0].detach().clone()))
-    run.trained.model(batch, Recorder())
+    training.model.module(batch, Recorder())
     hook.remove()
     weights, seen_advantages, logprobs = Recorder.seen[0]
-    frequencies = run.trained.origin.buffers["model.rotary_emb.inv_freq"]
+    frequencies = training.model.blueprint.buffers["model.rotary_emb.inv_freq"]
     angles = torch.arange(12.0)[None, :, None] * frequencies
     expected = torch.cat([angles, angles], -1).cos().to(torch.bfloat16)
     return {
@@ -151,14 +151,14 @@ def frozen_base(world: World, directory: str) -> dict[str, Any]:
     tree = settings(
         directory, model={"dtype": "float32", "frozen_dtype": "bfloat16", "freeze": ["self_attn", "embed_tokens"]}
     )
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
-    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.trained.model).items()}
-    mini_batch = run.stream.next(0)
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
+    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(training.model.module).items()}
+    mini_batch = training.stream.next(0)
     assert mini_batch is not None
-    train_step(run.trained, mini_batch, run.evaluation.objective)
-    after = {name: full_tensor(p) for name, p in sharded_parameters(run.trained.model).items()}
-    in_optimizer = {id(p) for group in run.trained.optimizer.param_groups for p in group["params"]}
-    named = sharded_parameters(run.trained.model)
+    train_step(training.model, mini_batch, training.evaluation.objective)
+    after = {name: full_tensor(p) for name, p in sharded_parameters(training.model.module).items()}
+    in_optimizer = {id(p) for group in training.model.optimizer.param_groups for p in group["params"]}
+    named = sharded_parameters(training.model.module)
     return {
         "moved": sorted(name for name, value in after.items() if not torch.equal(value, before[name])),
         "bfloat16": sorted(name for name, value in after.items() if value.dtype == torch.bfloat16),
@@ -188,23 +188,23 @@ class Poison(NegativeLogLikelihood):
 
 def poisoned_steps(world: World, directory: str, bad_steps: list[int]) -> dict[str, Any]:
     tree = settings(directory, optim={"max_nonfinite_steps": 2})
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8), objective=Poison()))
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(8), objective=Poison()))
     skipped, moved, stopped = [], [], ""
     for step in range(4):
-        before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.trained.model).items()}
+        before = {name: full_tensor(p).clone() for name, p in sharded_parameters(training.model.module).items()}
         bad = step in bad_steps and world.rank == 1
         ids, mask = np.arange(2, 10), np.arange(8) > 0
         example = Example(0, 0, ids, mask, per_token={"bad": np.full(8, float(bad))})
         batch = MiniBatch((pack([example], [Share(1.0, 7.0)], dtype=torch.float64),), 14.0, 2, 16, 14)
         try:
-            metrics = train_step(run.trained, batch, run.evaluation.objective).metrics
+            metrics = train_step(training.model, batch, training.evaluation.objective).metrics
         except RunStopped as error:
             stopped = str(error)
             break
         skipped.append(metrics["optim/skipped_steps"])
-        after = {name: full_tensor(p) for name, p in sharded_parameters(run.trained.model).items()}
+        after = {name: full_tensor(p) for name, p in sharded_parameters(training.model.module).items()}
         moved.append(any(not torch.equal(after[name], before[name]) for name in after))
-    return {"skipped": skipped, "moved": moved, "stopped": stopped, "steps": run.trained.state.step}
+    return {"skipped": skipped, "moved": moved, "stopped": stopped, "steps": training.model.state.step}
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pools: Any, tmp_path: Any) -> None:
@@ -226,11 +226,11 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(pools: Any, tmp_path: Any)
 
 
 def empty_step(world: World, directory: str) -> dict[str, Any]:
-    run = build_run(from_mapping(settings(directory), SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
-    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(run.trained.model).items()}
+    training = build_run(from_mapping(settings(directory), SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
+    before = {name: full_tensor(p).clone() for name, p in sharded_parameters(training.model.module).items()}
     mini_batch = MiniBatch((pack([], [], dtype=torch.float64),) * 2, 0.0, 0, 0, 0)
-    metrics = train_step(run.trained, mini_batch, run.evaluation.objective).metrics
-    after = {name: full_tensor(p) for name, p in sharded_parameters(run.trained.model).items()}
+    metrics = train_step(training.model, mini_batch, training.evaluation.objective).metrics
+    after = {name: full_tensor(p) for name, p in sharded_parameters(training.model.module).items()}
     return {
         "loss": metrics["loss"],
         "norm": metrics["grad_norm"],
@@ -286,9 +286,9 @@ def frozen_twin(world: World, _: str) -> bool:
     toy = Toy(Tempered(4))
     toy.requires_grad_(False)  # noqa: FBT003 - torch's own form
     plan = shard(world, toy)
-    setting = plain_setting(SFTConfig.model_construct(), world)
-    twin: Any = {"setting": setting, "origin": None, "plan": plan, "model": toy}
-    check_place(ShardedModel(**twin), "reference policy")
+    run = plain_setting(SFTConfig.model_construct(), world)
+    twin: Any = {"setting": run, "origin": None, "plan": plan, "model": toy}
+    check_place(Model(**twin), "reference policy")
     return plan.sharded
 
 
@@ -312,12 +312,12 @@ def test_rows_are_dealt_out_without_gap_or_overlap_even_when_there_are_fewer_tha
 def gatherings(world: World, directory: str, reshard: bool, separable: bool = True) -> dict[str, Any]:
     """Count what is gathered in passes with and without gradients, and say what is gathered afterwards."""
     tree = settings(directory, parallel={"reshard": reshard})
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(64)))
-    model, batch = run.trained.model, run.stream.next(0).micro_batches[0]
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(64)))
+    model, batch = training.model.module, training.stream.next(0).micro_batches[0]
     objective = NegativeLogLikelihood(separable=separable)
     parts = {"root": "model.norm.weight", "embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
     shards = type(model.get_parameter(f"{POLICY_PREFIX}{parts['root']}")).__name__
-    outcome: dict[str, Any] = {"units": [unit.name for unit in run.trained.plan.units]}
+    outcome: dict[str, Any] = {"units": [unit.name for unit in training.model.plan.units]}
 
     def count(name: str, work: Callable[[], object]) -> None:
         with CommDebugMode() as seen:

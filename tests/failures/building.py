@@ -65,8 +65,8 @@ def naive_buffers(lab: Lab) -> Observed:
 
 def frequencies_of_a_run(world: World, directory: str) -> list[float]:
     """Return the rotary frequencies of a run's policy."""
-    run = build_run(from_mapping(settings(directory), SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
-    buffers = dict(run.trained.model.named_buffers())
+    training = build_run(from_mapping(settings(directory), SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
+    buffers = dict(training.model.module.named_buffers())
     return next(value for name, value in buffers.items() if name.endswith("rotary_emb.inv_freq")).tolist()
 
 
@@ -115,15 +115,15 @@ def naive_ties(lab: Lab) -> Observed:
 def train_tied(world: World, directory: str, folder: str) -> dict[str, Any]:
     """Train one step, save and export; return the shared weight, its names, and what was written."""
     tree = settings(directory, run={"dir": folder, "name": "tied"})
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
-    sft_step(run)
-    manifest = checkpoint.save(f"{folder}/checkpoints/step-00000001", run.trained.model, run.trained.optimizer)
-    place = export_run(run, "last")
-    embedding = full_tensor(sharded_parameters(run.trained.model)["model.embed_tokens.weight"].detach())
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
+    sft_step(training)
+    manifest = checkpoint.save(f"{folder}/checkpoints/step-00000001", training.model.module, training.model.optimizer)
+    place = export_run(training, "last")
+    embedding = full_tensor(sharded_parameters(training.model.module)["model.embed_tokens.weight"].detach())
     stored = [name for name in manifest.tensors if "embed_tokens" in name or "lm_head" in name]
     return {
         "weight": embedding.numpy(),
-        "ties": tied_names(run.trained.model),
+        "ties": tied_names(training.model.module),
         "stored": sorted(name for name in stored if name.startswith("model.")),
         "place": place,
     }

@@ -90,13 +90,13 @@ def hand_on(world: World, directory: str, folder: str) -> dict[str, Any]:
         parallel={"cpu_offload": True},
         run={"dir": folder, "name": "lora"},
     )
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
-    sft_step(run)
-    probe(run.trained.model)  # leaves units gathered, outside host memory
-    checkpoint.save(f"{folder}/checkpoints/step-00000001", run.trained.model, run.trained.optimizer)
-    probe(run.trained.model)
-    place = export_run(run, "last")
-    metrics = sft_step(run)
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
+    sft_step(training)
+    probe(training.model.module)  # leaves units gathered, outside host memory
+    checkpoint.save(f"{folder}/checkpoints/step-00000001", training.model.module, training.model.optimizer)
+    probe(training.model.module)
+    place = export_run(training, "last")
+    metrics = sft_step(training)
     assert metrics is not None
     return {"place": place, "next": metrics["loss"]}
 
@@ -108,9 +108,9 @@ def straight_on(world: World, directory: str) -> float:
         model={"dtype": "float32", "lora": {"rank": 4, "alpha": 8.0}},
         parallel={"cpu_offload": True},
     )
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
-    sft_step(run)
-    metrics = sft_step(run)
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
+    sft_step(training)
+    metrics = sft_step(training)
     assert metrics is not None
     return metrics["loss"]
 

@@ -113,8 +113,8 @@ def build_with_a_reference(world: World, directory: str, kind: str) -> dict[str,
         reference={"kind": kind},
     )
     config = from_mapping(tree, GRPOConfig)
-    run = build_policy_run(config, Path.cwd(), world, lambda samples: [], Live(rows=prompts_of(8)))
-    reference = run.reference
+    training = build_policy_run(config, Path.cwd(), world, lambda samples: [], Live(rows=prompts_of(8)))
+    reference = training.reference
     assert isinstance(reference, PolicyModel)
     tokens = TOKENS[0].numpy()
     batch = pack([Example(0, 0, tokens, np.arange(tokens.size) > 0)], [Share(1.0, 1.0)], padded=reference.padded)
@@ -126,7 +126,7 @@ def build_with_a_reference(world: World, directory: str, kind: str) -> dict[str,
         found[name] = scores
 
     with torch.no_grad():
-        score("policy", run.trained.model)
+        score("policy", training.model.module)
     during, after = shares(reference, reference.language_model.model.layers[-1], lambda: score("reference", reference))
     return {
         "during": during,

@@ -146,10 +146,10 @@ def head_of_other_numbers(world: World, place: str) -> None:
     """Rank 1's device scales what the output layer gives."""
     built = build_run(from_mapping(tree(place), SFTConfig), Path(place), world)
     if world.rank == 1:
-        layer: Any = built.trained.model.language_model
+        layer: Any = built.model.module.language_model
         layer.lm_head.register_forward_hook(lambda _, __, output: output * 1.5)
         layer.register_forward_hook(scaled_logits)
-    check_model(built.trained, None)
+    check_model(built.model, None)
 
 
 def scaled_logits(_: nn.Module, __: Any, output: Any) -> Any:
@@ -203,7 +203,7 @@ def proof_whose_look_fails(world: World, place: str) -> None:
             raise RunStopped("weights could not be written to /nowhere")
         return {}
 
-    Prover(1e-9, 16, 32).prove(built.trained, [OtherNumbers()], inspect)  # type: ignore[list-item]  # asked for numbers alone
+    Prover(1e-9, 16, 32).prove(built.model, [OtherNumbers()], inspect)  # type: ignore[list-item]  # asked for numbers alone
 
 
 class OtherNumbers:
@@ -293,12 +293,12 @@ def tower_without_memory(world: World, place: str) -> None:
     dist.barrier()
     values = settings(str(path), data={"max_length": 128})
     built = build_run(from_mapping(values, SFTConfig), Path(place), world, Live(rows=picture_rows(16)))
-    side = image_side_of(built.setting.config, built.trained.origin)
+    side = image_side_of(built.run.config, built.model.blueprint)
     assert isinstance(side, ImageSide)
     if world.rank == 1:
-        blocks = [module for name, module in built.trained.model.named_modules() if name.endswith("visual.blocks.1")]
+        blocks = [module for name, module in built.model.module.named_modules() if name.endswith("visual.blocks.1")]
         blocks[0].register_forward_pre_hook(no_memory)
-    check_model(built.trained, side)
+    check_model(built.model, side)
 
 
 def no_memory(*_: Any) -> None:

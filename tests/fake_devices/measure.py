@@ -33,38 +33,38 @@ def peaks(world: World, values: dict[str, Any]) -> tuple[int, int]:
 
     Every rank calls this; rows are as long as they may be, as in a plan.
     """
-    run = build_run(from_mapping(values, SFTConfig), Path(), world)
-    trained, config = run.trained, run.setting.config
+    training = build_run(from_mapping(values, SFTConfig), Path(), world)
+    model, config = training.model, training.run.config
     examples = {(number, 0): sequence(config.data.max_length) for number in range(config.data.batch_size)}
     known = [
         SequenceInfo(number, 0, example.tokens.size, example.trained_tokens, number % world.size)
         for (number, _), example in examples.items()
     ]
     own = {place: example for place, example in examples.items() if place[0] % world.size == world.rank}
-    mini_batch = assemble(Candidates(own, known), run.setting.ranks, config.data, layout_of(trained))
+    mini_batch = assemble(Candidates(own, known), training.run.ranks, config.data, layout_of(model))
     for _ in range(2):
-        train_step(trained, mini_batch, run.evaluation.objective)
-    states = [value for state in trained.optimizer.state.values() for value in state.values()]
-    tensors = [*sharded_parameters(trained.model).values(), *trained.model.buffers(), *states]
+        train_step(model, mini_batch, training.evaluation.objective)
+    states = [value for state in model.optimizer.state.values() for value in state.values()]
+    tensors = [*sharded_parameters(model.module).values(), *model.module.buffers(), *states]
     parts = [part for each in tensors if isinstance(each, torch.Tensor) for part in plain_tensors(each)]
     before = sum(part.untyped_storage().nbytes() for part in parts)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        train_step(trained, mini_batch, run.evaluation.objective)
+        train_step(model, mini_batch, training.evaluation.objective)
     return before, before + _most(profiler)
 
 
 def resume_peak(world: World, values: dict[str, Any]) -> int:
     """Return the most bytes of tensors while a run's newest checkpoint is loaded, those of its model among them."""
-    run = build_run(from_mapping(values, SFTConfig), Path(), world)
-    trained = run.trained
-    ranks = run.setting.ranks
-    beside = {} if trained.averages is None else trained.averages.tensors
-    lying = [*sharded_parameters(trained.model).values(), *trained.model.buffers(), *beside.values()]
+    training = build_run(from_mapping(values, SFTConfig), Path(), world)
+    model = training.model
+    ranks = training.run.ranks
+    beside = {} if model.averages is None else model.averages.tensors
+    lying = [*sharded_parameters(model.module).values(), *model.module.buffers(), *beside.values()]
     before = sum(part.untyped_storage().nbytes() for each in lying for part in plain_tensors(each))
-    storage = open_storage(checkpoint_place(run.setting.directory, run.setting.config))
+    storage = open_storage(checkpoint_place(training.run.directory, training.run.config))
     name = max(steps(storage).values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        load_state(storage, name, trained.model, trained.optimizer, ranks, averages=beside)
+        load_state(storage, name, model.module, model.optimizer, ranks, averages=beside)
     return before + _most(profiler)
 
 

@@ -28,7 +28,7 @@ from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.rewards import RewardScorer
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from tests.distributed.grpo_cases import settings
 from tests.models.architectures import DYNAMIC, fresh
 from tests.tiny import COMMON, tiny_directory
@@ -62,13 +62,11 @@ def alone(path: Path, texts: list[str], output: int = 0) -> list[float]:
 def scorer_of(sections: list[Reward], place: Path) -> RewardScorer:
     world = World(0, 1, 0, CPU, FailureChannel(torch.distributed.HashStore(), 0, 1))
     config = from_mapping(settings("none"), GRPOConfig).model_copy(update={"reward": tuple(sections)})
-    setting = Setting(config=config, base=place, world=world, ranks=RankGroup())
+    run = Run(config=config, base=place, world=world, ranks=RankGroup())
     models = {
-        section.label: open_reward_model(section, setting)
-        for section in sections
-        if isinstance(section, ModelRewardConfig)
+        section.label: open_reward_model(section, run) for section in sections if isinstance(section, ModelRewardConfig)
     }
-    return RewardScorer(setting, RewardPoolConfig(workers=1), models, place)
+    return RewardScorer(run, RewardPoolConfig(workers=1), models, place)
 
 
 def scores(model: TextScorer, texts: list[str]) -> list[float]:

@@ -209,11 +209,11 @@ def test_state_is_saved_by_two_ranks_and_goes_on_on_any_number(pools: Any, tmp_p
 
 
 def algorithms(world: World, tree: dict[str, Any], rows: Any) -> dict[str, str]:
-    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    names = {id(value): name for name, value in sharded_parameters(run.trained.model).items()}
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    names = {id(value): name for name, value in sharded_parameters(training.model.module).items()}
     return {
         names[id(value)]: group["algorithm"]
-        for group in run.trained.optimizer.param_groups
+        for group in training.model.optimizer.param_groups
         for value in group["params"]
     }
 
@@ -258,11 +258,11 @@ def test_the_layer_of_scores_is_no_matrix_of_muons(pools: Any, tmp_path: Path) -
 
 
 def algorithms_of_scorer(world: World, tree: dict[str, Any], rows: Any) -> dict[str, str]:
-    run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    names = {id(value): name for name, value in sharded_parameters(run.common.trained.model).items()}
+    training = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
+    names = {id(value): name for name, value in sharded_parameters(training.common.model.module).items()}
     return {
         names[id(value)]: group["algorithm"]
-        for group in run.common.trained.optimizer.param_groups
+        for group in training.common.model.optimizer.param_groups
         for value in group["params"]
     }
 

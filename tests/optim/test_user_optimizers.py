@@ -198,8 +198,8 @@ def test_an_optimizer_of_a_package_in_the_current_directory_is_found(
     monkeypatch.setattr(sys, "path", list(sys.path))
     world = World(0, 1, 0, torch.device("cpu"), FailureChannel(torch.distributed.HashStore(), 0, 1))
     config = UserOptimizerConfig(path="own_optimizers.slow:Slow", lr=0.1)
-    setting = replace(setting_of(config, world), base=tmp_path / "configs")
+    run = replace(setting_of(config, world), base=tmp_path / "configs")
 
-    built = optimizer_of(setting, {"weight": torch.nn.Parameter(torch.ones(2, 2))})
+    built = optimizer_of(run, {"weight": torch.nn.Parameter(torch.ones(2, 2))})
 
     assert type(built) is torch.optim.SGD

@@ -15,7 +15,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import Share, pack
 from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.parallel.mesh import joined_world
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from holdfast.training.setup.begin import Live, build_model
 from holdfast.types import Example
 
@@ -35,13 +35,13 @@ def test_logits_are_those_of_plain_transformers(model: Path) -> None:
     chunks: list[Tensor] = []
 
     with joined_world(LaunchConfig(device="cpu")) as world, torch.no_grad():
-        sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
-        batch = pack(examples, [Share(1.0, 1.0)] * len(examples), padded=sharded.model.padded)
+        sharded = build_model(Run.of(config, Path.cwd(), world), Live(), lambda _: None)
+        batch = pack(examples, [Share(1.0, 1.0)] * len(examples), padded=sharded.module.padded)
 
         def look(hidden: Tensor, head: HeadWeights) -> None:
-            chunks.append(logits_of(hidden, head, sharded.model.head_spec)[0])
+            chunks.append(logits_of(hidden, head, sharded.module.head_spec)[0])
 
-        sharded.model.show_predictors(batch, look)
+        sharded.module.show_predictors(batch, look)
         ours = torch.cat(chunks)
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -15,13 +15,13 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World, joined_world
 from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
-from holdfast.training.run import Run, StepAbandoned
+from holdfast.training.run import StepAbandoned, Training
 from holdfast.training.setup.begin import build_run
 from holdfast.training.step import StartedUpdate, Update, start_step
 
 
 def fit_run(
-    run: Run,
+    training: Training,
     *,
     late: bool,
     weights: Mapping[int, float] | None = None,
@@ -33,7 +33,7 @@ def fit_run(
     """Fit a run in which steps, counted from 1, meet something.
 
     Args:
-        run: The run.
+        training: The run.
         late: Whether numbers are read one update late.
         weights: Factor of the weights of a step's tokens.
         fails_at: The step that raises an error before its update.
@@ -43,9 +43,9 @@ def fit_run(
     """
 
     def step() -> StartedUpdate | None:
-        number = run.trained.state.step + 1
-        with run.setting.phase("data"):
-            mini_batch = run.stream.next(number - 1)
+        number = training.model.state.step + 1
+        with training.run.phase("data"):
+            mini_batch = training.stream.next(number - 1)
         if mini_batch is None:
             return None
         for batch in mini_batch.micro_batches:
@@ -55,23 +55,23 @@ def fit_run(
         if number == abandoned_at:
             os.kill(os.getpid(), signal.SIGTERM)
             raise StepAbandoned
-        return made(start_step(run.trained, mini_batch, run.evaluation.objective))
+        return made(start_step(training.model, mini_batch, training.evaluation.objective))
 
     def measure(interrupted: Any) -> dict[str, float]:
         if fails_to_evaluate:
             raise ValueError("the evaluation fails")
-        return evaluate(run.evaluation, interrupted=interrupted)
+        return evaluate(training.evaluation, interrupted=interrupted)
 
-    return fit(run, step, measure, reads_late=late)
+    return fit(training, step, measure, reads_late=late)
 
 
 def run_each(world: World, several: list[tuple[dict[str, Any], dict[str, Any]]], base: str = ".") -> list[Any]:
     """Fit one run after the other; return the outcome, or the error, of each."""
     results: list[Any] = []
     for values, options in several:
-        run = build_run(from_mapping(values, SFTConfig), Path(base), world)
+        training = build_run(from_mapping(values, SFTConfig), Path(base), world)
         try:
-            results.append(fit_run(run, **options))
+            results.append(fit_run(training, **options))
         except Exception as error:  # noqa: BLE001 - it is what is compared
             results.append((type(error).__name__, str(error)))
     return results
@@ -85,15 +85,15 @@ class NotedUpdate(StartedUpdate):
 
     def read(self) -> Update:
         """Note the update's step and the steps that were made, and return the metrics."""
-        self.reads.append((self.step, self.trained.state.step))
+        self.reads.append((self.step, self.model.state.step))
         return super().read()
 
 
 def steps_when_read(world: World, values: dict[str, Any], late: bool, base: str = ".") -> list[tuple[int, int]]:
     """Return of each update, in the order of reads, how many steps were made when its numbers were read."""
-    run = build_run(from_mapping(values, SFTConfig), Path(base), world)
+    training = build_run(from_mapping(values, SFTConfig), Path(base), world)
     reads: list[tuple[int, int]] = []
-    fit_run(run, late=late, made=lambda update: NotedUpdate(**vars(update), reads=reads))
+    fit_run(training, late=late, made=lambda update: NotedUpdate(**vars(update), reads=reads))
     return reads
 
 

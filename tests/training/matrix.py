@@ -125,20 +125,22 @@ def _furthest(ones: list[NDArray[np.float32]], others: list[NDArray[np.float32]]
 
 def trained(world: World, values: dict[str, Any], rows: Any, examples: list[Example]) -> dict[str, Any]:
     """Train to the end and return the export, and what the trained policy itself says of the examples."""
-    run = build_run(from_mapping(values, SFTConfig), Path.cwd(), world, Live(rows=rows))
-    outcome = fit(run, partial(sft_step, run), partial(evaluate, run.evaluation))
-    run.trained.model.eval()
+    training = build_run(from_mapping(values, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    outcome = fit(training, partial(sft_step, training), partial(evaluate, training.evaluation))
+    training.model.module.eval()
     logits: list[NDArray[np.float32]] = []
 
     def look(hidden: torch.Tensor, head: HeadWeights) -> None:
-        logits.append(logits_of(hidden, head, run.trained.model.head_spec)[0].numpy())
+        logits.append(logits_of(hidden, head, training.model.module.head_spec)[0].numpy())
 
     for example in examples:
-        run.trained.model.show_predictors(pack([example], [Share(1.0, 1.0)], padded=run.trained.model.padded), look)
+        training.model.module.show_predictors(
+            pack([example], [Share(1.0, 1.0)], padded=training.model.module.padded), look
+        )
     return {
         "export": str(outcome.export),
-        "packed": not run.trained.model.padded,
-        "parameters": sum(value.numel() for value in run.trained.model.parameters()),
+        "packed": not training.model.module.padded,
+        "parameters": sum(value.numel() for value in training.model.module.parameters()),
         "logits": logits,
     }
 

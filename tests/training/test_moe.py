@@ -57,9 +57,9 @@ def trained(world: World, values: dict[str, Any]) -> tuple[str | None, np.ndarra
     built = build_run(from_mapping(values, SFTConfig), Path(), world)
     outcome = fit(built, partial(sft_step, built), partial(evaluate, built.evaluation))
     example = Example(0, 0, TOKENS, np.arange(TOKENS.size) > 0)
-    built.trained.model.eval()
+    built.model.module.eval()
     with torch.no_grad():
-        scores = built.trained.model(pack([example], [Share(1.0, 1.0)], padded=built.trained.model.padded))
+        scores = built.model.module(pack([example], [Share(1.0, 1.0)], padded=built.model.module.padded))
     assert isinstance(scores, Scores)
     return outcome.export, scores.logprobs.numpy()
 
@@ -70,8 +70,8 @@ def first_update(world: World, values: dict[str, Any]) -> tuple[list[list[int]],
     mini_batch = built.stream.next(0)
     assert mini_batch is not None
     mine = [example.tokens.tolist() for batch in mini_batch.micro_batches for example in unpack(batch)]
-    sequences = [tokens for part in built.setting.ranks.gather(mine) for tokens in part]
-    return sequences, train_step(built.trained, mini_batch, built.evaluation.objective).metrics
+    sequences = [tokens for part in built.run.ranks.gather(mine) for tokens in part]
+    return sequences, train_step(built.model, mini_batch, built.evaluation.objective).metrics
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from holdfast.features.vllm.proof import Prover
 from holdfast.parallel.mesh import World, joined_world
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.run import Model, Run
 from holdfast.training.setup.begin import Live, build_model
 
 SHALLOW = {
@@ -58,9 +58,7 @@ def world() -> Iterator[World]:
         yield joined
 
 
-def policy_and_twin(
-    config: dict[str, Any], world: World, dtype: torch.dtype = torch.float32
-) -> tuple[ShardedModel, Twin]:
+def policy_and_twin(config: dict[str, Any], world: World, dtype: torch.dtype = torch.float32) -> tuple[Model, Twin]:
     tree = {
         "parallel": {"compute_dtype": str(dtype).removeprefix("torch.")},
         "steps": 1,
@@ -68,18 +66,18 @@ def policy_and_twin(
         "data": {"synthetic": {"task": "sort", "rows": 20}, "batch_size": 4, "max_length": 160},
         "reward": "exact",
     }
-    setting = Setting.of(from_mapping(tree, GRPOConfig), Path.cwd(), world)
-    sharded = build_model(setting, Live(), lambda _: None)
+    run = Run.of(from_mapping(tree, GRPOConfig), Path.cwd(), world)
+    model = build_model(run, Live(), lambda _: None)
     twin = Qwen3ForCausalLM(Qwen3Config(**config)).double().eval()
-    state = {name: full_tensor(value).to(dtype).double() for name, value in sharded_parameters(sharded.model).items()}
+    state = {name: full_tensor(value).to(dtype).double() for name, value in sharded_parameters(model.module).items()}
     twin.load_state_dict(state, strict=False)
     twin.tie_weights()
-    return sharded, Twin(twin)
+    return model, Twin(twin)
 
 
-def proved(sharded: ShardedModel, twin: Twin) -> tuple[float, float]:
+def proved(model: Model, twin: Twin) -> tuple[float, float]:
     prover = Prover(None, block=16, longest=256)
-    (proof,) = prover.prove(sharded, [twin], lambda wrong: {})  # type: ignore[list-item]
+    (proof,) = prover.prove(model, [twin], lambda wrong: {})  # type: ignore[list-item]
     return proof.difference, prover.limit
 
 
@@ -92,10 +90,10 @@ def test_twins_of_a_small_model_differ_by_less_than_is_measured_at_all(world: Wo
 
 def test_a_sound_twin_of_a_deep_model_with_sharp_logits_is_within_the_measured_limit(world: World) -> None:
     draws = torch.random.get_rng_state()
-    sharded, twin = policy_and_twin(DEEP, world)
+    model, twin = policy_and_twin(DEEP, world)
     draws = torch.random.get_rng_state()
 
-    difference, limit = proved(sharded, twin)
+    difference, limit = proved(model, twin)
 
     assert 1e-4 < difference < limit / 2
     assert limit < 20 * difference
@@ -103,26 +101,26 @@ def test_a_sound_twin_of_a_deep_model_with_sharp_logits_is_within_the_measured_l
 
 
 def test_a_sound_twin_in_bfloat16_is_within_the_measured_limit_and_another_rate_of_a_norm_is_not(world: World) -> None:
-    sharded, twin = policy_and_twin(SHALLOW, world, torch.bfloat16)
+    model, twin = policy_and_twin(SHALLOW, world, torch.bfloat16)
 
-    difference, limit = proved(sharded, twin)
+    difference, limit = proved(model, twin)
 
     print(f"in bfloat16 the mean difference is {difference:.3f}, the limit {limit:.3f}")
     assert difference < limit < 0.1
     with torch.no_grad():
         twin.model.model.norm.weight.mul_(1.2)
     with pytest.raises(RunStopped, match="say other log-probabilities"):
-        proved(sharded, twin)
+        proved(model, twin)
 
 
 @pytest.mark.parametrize("config", [SHALLOW, DEEP], ids=["shallow", "deep"])
 @pytest.mark.parametrize("part", ["model.norm", "layers.1.mlp.up_proj", "embed_tokens"])
 def test_a_tensor_of_other_values_is_beyond_the_limit(world: World, config: dict[str, Any], part: str) -> None:
-    sharded, twin = policy_and_twin(config, world)
+    model, twin = policy_and_twin(config, world)
     spoilt = Twin(copy.deepcopy(twin.model))
     (value,) = (value for name, value in spoilt.model.named_parameters() if f"{part}.weight" in name)
     with torch.no_grad():
         value.mul_(1.01)
 
     with pytest.raises(RunStopped, match=r"say other log-probabilities than the trainer: http://twin by"):
-        proved(sharded, spoilt)
+        proved(model, spoilt)

@@ -108,7 +108,7 @@ def settings(model: Path, directory: Path, data: dict[str, Any], **sections: Any
 def served(world: World, values: dict[str, Any]) -> dict[str, Any]:
     """Return the text of every sequence of one epoch that this rank trains, and how the packs were laid."""
     built = build_run(from_mapping(values, SFTConfig), Path(), world)
-    decode = built.trained.origin.tokenizer.decode
+    decode = built.model.blueprint.tokenizer.decode
     texts, packs = [], []
     for step in range(-(-ROWS // 32)):
         mini_batch = built.stream.next(step)

@@ -21,8 +21,8 @@ from tests.training.cases import tree
 
 def steps_at_the_wait(world: World, values: dict[str, Any]) -> dict[str, Any]:
     """Make three updates, the second without numbers; return how many the optimizer had made at each wait."""
-    run = build_run(from_mapping(values, SFTConfig), Path.cwd(), world)
-    optimizer, made = run.trained.optimizer, []
+    training = build_run(from_mapping(values, SFTConfig), Path.cwd(), world)
+    optimizer, made = training.model.optimizer, []
 
     def answer(tensor: Tensor, reason: str) -> Any:
         if reason == "sums and gradient norm of an update":
@@ -32,16 +32,16 @@ def steps_at_the_wait(world: World, values: dict[str, Any]) -> dict[str, Any]:
     norms, skipped = [], []
     with host_values_from(answer):
         for step in range(3):
-            mini_batch = run.stream.next(step)
+            mini_batch = training.stream.next(step)
             assert mini_batch is not None
             if step == 1:
                 for batch in mini_batch.micro_batches:
                     batch.weights.fill_(float("nan"))
-            update = train_step(run.trained, mini_batch, run.evaluation.objective)
+            update = train_step(training.model, mini_batch, training.evaluation.objective)
             norms.append(update.metrics["grad_norm"])
             skipped.append(update.metrics["optim/skipped_steps"])
-    weights = [local_part(value.detach()).double().sum().item() for value in run.trained.parameters.values()]
-    return {"made": made, "norms": norms, "skipped": skipped, "weights": weights, "step": run.trained.state.step}
+    weights = [local_part(value.detach()).double().sum().item() for value in training.model.parameters.values()]
+    return {"made": made, "norms": norms, "skipped": skipped, "weights": weights, "step": training.model.state.step}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

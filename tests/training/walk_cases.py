@@ -23,7 +23,7 @@ from holdfast.recipes.grpo import grpo_step, learn
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.run import PolicyTraining
 from holdfast.training.policy.walk import walk_a_step
 from holdfast.training.setup.begin import Live
 from tests.training.holdings import files, holdings
@@ -33,10 +33,10 @@ def built(
     world: World,
     tree: dict[str, Any],
     rows: Any,
-    plant: Callable[[PolicyRun], None] = lambda _: None,
+    plant: Callable[[PolicyTraining], None] = lambda _: None,
     *,
     walks: bool = True,
-) -> PolicyRun:
+) -> PolicyTraining:
     """Build a run, plant a fault in it, and walk through a step; its reward is the share of even tokens."""
 
     def score(samples: list[Sample]) -> list[Scored]:
@@ -45,18 +45,18 @@ def built(
         ]
         return [Scored(share, {"exact": share}) for share in shares]
 
-    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))  # type: ignore[arg-type]
-    plant(run)
+    training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))  # type: ignore[arg-type]
+    plant(training)
     if walks:
-        walk_a_step(run, learn)
-    return run
+        walk_a_step(training, learn)
+    return training
 
 
-def bits(run: PolicyRun) -> dict[str, bytes]:
+def bits(training: PolicyTraining) -> dict[str, bytes]:
     """Return everything of a run, and of its critic, that a step changes."""
-    found = {"draws": torch.get_rng_state().numpy().tobytes(), "state": repr(run.trained.state.as_plain()).encode()}
-    for name, each in {"": run.trained, **run.common.companions}.items():
-        for parameter, value in sharded_parameters(each.model).items():
+    found = {"draws": torch.get_rng_state().numpy().tobytes(), "state": repr(training.model.state.as_plain()).encode()}
+    for name, each in {"": training.model, **training.common.companions}.items():
+        for parameter, value in sharded_parameters(each.module).items():
             found[f"{name}/{parameter}"] = local_part(value.detach()).contiguous().view(torch.uint8).numpy().tobytes()
         for number, state in enumerate(each.optimizer.state.values()):
             for key, value in state.items():
@@ -85,12 +85,12 @@ def first_step(world: World, tree: dict[str, Any], rows: Any, walks: int) -> dic
         tree, rows: Of the run.
         walks: How often to walk.
     """
-    run = built(world, tree, rows, walks=False)
-    before = holdings(run), files(Path(tree["run"]["dir"]))
+    training = built(world, tree, rows, walks=False)
+    before = holdings(training), files(Path(tree["run"]["dir"]))
     for _ in range(walks):
-        walk_a_step(run, learn)
-    walked = holdings(run), files(Path(tree["run"]["dir"]))
-    metrics = grpo_step(run)
+        walk_a_step(training, learn)
+    walked = holdings(training), files(Path(tree["run"]["dir"]))
+    metrics = grpo_step(training)
     assert metrics is not None
     return {
         "changed": [
@@ -100,9 +100,9 @@ def first_step(world: World, tree: dict[str, Any], rows: Any, walks: int) -> dic
             if old.get(name) != new.get(name) and not name.startswith(NOT_OF_THE_RUN)
         ],
         "looked at": len(before[0]),
-        "after": bits(run),
+        "after": bits(training),
         "loss": (metrics["loss"], metrics["grad_norm"], metrics.get("kl")),
-        "said": list(run.setting.log.messages),
+        "said": list(training.run.log.messages),
     }
 
 
@@ -115,8 +115,8 @@ def walked_with_long_prompts(world: World, tree: dict[str, Any], rows: Any, keep
         keeps: Rank 1's copy of the model keeps something between passes: the last token of the pass before.
     """
 
-    def plant(run: PolicyRun) -> None:
-        engine = run.evaluation.sampler.engine
+    def plant(training: PolicyTraining) -> None:
+        engine = training.evaluation.sampler.engine
         assert isinstance(engine, InProcessEngine) and engine.in_pieces is None
         last: list[Tensor] = []
 
@@ -130,10 +130,10 @@ def walked_with_long_prompts(world: World, tree: dict[str, Any], rows: Any, keep
 
     printed = io.StringIO()
     with redirect_stdout(printed):
-        run = built(world, tree, rows, plant)
-    engine: Any = run.evaluation.sampler.engine
-    found, walked = engine.in_pieces, bits(run)
-    metrics = grpo_step(run)
+        training = built(world, tree, rows, plant)
+    engine: Any = training.evaluation.sampler.engine
+    found, walked = engine.in_pieces, bits(training)
+    metrics = grpo_step(training)
     assert metrics is not None
     return {
         "in pieces": found,
@@ -155,7 +155,7 @@ def fail(kind: str) -> None:
 
 def without_branches(world: World, tree: dict[str, Any], rows: Any, kind: str) -> None:
     """Walk with a model whose attention fails where completions share their prompt."""
-    run = built(world, tree, rows)
+    training = built(world, tree, rows)
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
@@ -166,6 +166,6 @@ def without_branches(world: World, tree: dict[str, Any], rows: Any, kind: str) -
 
     ALL_ATTENTION_FUNCTIONS.register("no_branches", attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("no_branches", lambda *_, **__: None)
-    model: Any = run.trained.model.language_model
+    model: Any = training.model.module.language_model
     model.set_attn_implementation("no_branches")
-    walk_a_step(run, learn)
+    walk_a_step(training, learn)

@@ -14,7 +14,7 @@ from holdfast.config.verbs.distill import DistillConfig
 from holdfast.parallel.mesh import World
 from holdfast.training.distillation.build import build_distillation_run
 from holdfast.training.distillation.run import (
-    DistillRun,
+    DistillTraining,
     compared_with_teacher,
     completed,
     evaluate_distilled,
@@ -27,25 +27,25 @@ from holdfast.training.step import train_step
 
 def distill(config: DistillConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
-    run = build_distillation_run(config, base, world, live)
-    return fit(run.common, partial(distill_step, run), partial(evaluate_distilled, run.evaluation))
+    training = build_distillation_run(config, base, world, live)
+    return fit(training.common, partial(distill_step, training), partial(evaluate_distilled, training.evaluation))
 
 
-def distill_step(run: DistillRun) -> dict[str, float] | None:
+def distill_step(training: DistillTraining) -> dict[str, float] | None:
     """Let the student write, or take the rows' answers, and make one update; None when the data has ended."""
-    student, stream, writing = run.common.trained, run.common.stream, run.writing
+    student, stream, writing = training.common.model, training.common.stream, training.writing
     before = stream.state()
-    with student.setting.phase("data"):
+    with student.run.phase("data"):
         mini_batch = stream.next(student.state.step)
     if mini_batch is None:
         return None
-    objective = run.evaluation.objective
+    objective = training.evaluation.objective
     if writing is not None and writing.is_due(student.state.step):
         objective = writing.objective
         try:
-            mini_batch = completed(run, writing, mini_batch)
+            mini_batch = completed(training, writing, mini_batch)
         except StepAbandoned:
             stream.load_state(before)  # its rows are read again after a resume
             raise
-    mini_batch = compared_with_teacher(student, run.evaluation.teacher.model, objective, mini_batch)
-    return train_step(student, mini_batch, objective, source_names=run.common.source_names).metrics
+    mini_batch = compared_with_teacher(student, training.evaluation.teacher.model, objective, mini_batch)
+    return train_step(student, mini_batch, objective, source_names=training.common.source_names).metrics

@@ -15,7 +15,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.preference.build import build_preference_run
 from holdfast.training.preference.run import (
-    PreferenceRun,
+    PreferenceTraining,
     compared_with_reference,
     evaluate_preferences,
     with_margins,
@@ -29,17 +29,17 @@ def dpo(config: DPOConfig, base: Path, world: World, live: Live | None = None) -
     return train_preferences(build_preference_run(config, base, world, live))
 
 
-def train_preferences(run: PreferenceRun) -> Outcome:
+def train_preferences(training: PreferenceTraining) -> Outcome:
     """Train, evaluate and export a run on preferences."""
-    return fit(run.common, partial(dpo_step, run), partial(evaluate_preferences, run.evaluation))
+    return fit(training.common, partial(dpo_step, training), partial(evaluate_preferences, training.evaluation))
 
 
-def dpo_step(run: PreferenceRun) -> dict[str, float] | None:
+def dpo_step(training: PreferenceTraining) -> dict[str, float] | None:
     """Ask the reference, and make one update; None when the data has ended."""
-    policy = run.common.trained
-    with policy.setting.phase("data"):
-        mini_batch = run.common.stream.next(policy.state.step)
+    policy = training.common.model
+    with policy.run.phase("data"):
+        mini_batch = training.common.stream.next(policy.state.step)
     if mini_batch is None:
         return None
-    mini_batch = compared_with_reference(run.evaluation, mini_batch)
-    return with_margins(train_step(policy, mini_batch, run.evaluation.objective).metrics)
+    mini_batch = compared_with_reference(training.evaluation, mini_batch)
+    return with_margins(train_step(policy, mini_batch, training.evaluation.objective).metrics)

@@ -29,7 +29,7 @@ from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.preference.build import build_preference_evaluation
 from holdfast.training.preference.run import evaluate_preferences
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from holdfast.training.saving.parents import evaluated_model, notes_of_exports
 from holdfast.training.setup.begin import build_evaluation
 
@@ -46,7 +46,7 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
     """
     if not config.evaluation.sets and config.data.validation_split == 0:
         raise ConfigError("There is nothing to evaluate on: set evaluation.sets or data.validation_split.")
-    folder, about = _check_weights(Setting.of(config, base, world))
+    folder, about = _check_weights(Run.of(config, base, world))
     model = config.model.model_copy(update={"check_gradients": False})  # nothing is trained
     metrics, messages = _measured(config.model_copy(update={"model": model}), base, world, f"{folder}/eval")
     if world.is_first:
@@ -86,7 +86,7 @@ def _measured(config: TrainingConfig, base: Path, world: World, label: str) -> t
                 check_columns(policy, rewards.columns)
                 check_answers(policy, rewards.answers, rewards.unreadable)
                 check_returns(policy, rewards.try_out)
-                return evaluate_policy(policy, label), policy.setting.log.messages
+                return evaluate_policy(policy, label), policy.run.log.messages
         case DPOConfig():
             return evaluate_preferences(build_preference_evaluation(config, base, world), label), []
         case DistillConfig():
@@ -97,7 +97,7 @@ def _measured(config: TrainingConfig, base: Path, world: World, label: str) -> t
             raise AssertionError(type(config))
 
 
-def _check_weights(setting: Setting) -> tuple[str, dict[str, Any]]:
+def _check_weights(run: Run) -> tuple[str, dict[str, Any]]:
     """Compare every byte of an export with what it says of itself; all ranks call this together.
 
     Returns:
@@ -106,13 +106,13 @@ def _check_weights(setting: Setting) -> tuple[str, dict[str, Any]]:
     Raises:
         ModelError: The weights are others.
     """
-    path, ranks = setting.config.model.path, setting.ranks
+    path, ranks = run.config.model.path, run.ranks
     about: tuple[str, dict[str, Any]] = "", {}
     with ranks.together():
         if ranks.rank == 0:
-            model_path = None if path is None else locate(path, setting.config.model, setting.base, weights=True)
-            notes_of_exports(setting, model_path, whole=True)
-            about = evaluated_model(setting, model_path)
+            model_path = None if path is None else locate(path, run.config.model, run.base, weights=True)
+            notes_of_exports(run, model_path, whole=True)
+            about = evaluated_model(run, model_path)
     ranks.close()
     return about
 

@@ -39,7 +39,7 @@ from holdfast.training.policy.metrics import (
 from holdfast.training.policy.reward_columns import check_answers, check_columns, check_returns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
-from holdfast.training.policy.run import PolicyRun, is_warming_up, restored_afterwards
+from holdfast.training.policy.run import PolicyTraining, is_warming_up, restored_afterwards
 from holdfast.training.policy.samples import tell_samples
 from holdfast.training.policy.uncalled import tell_uncalled
 from holdfast.training.policy.walk import walk_a_step
@@ -54,76 +54,82 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
         open_rewards(config, base, world, live) as rewards,
         open_environments(config, base, world) as environments,
     ):
-        run = build_policy_run(config, base, world, rewards.score, live, rewards.columns, environments)
-        walk_a_step(run, learn)
-        check_columns(run.evaluation, rewards.columns)
-        check_answers(run.evaluation, rewards.answers, rewards.unreadable)
-        check_returns(run.evaluation, rewards.try_out)
-        check_environments(run.evaluation)
+        training = build_policy_run(config, base, world, rewards.score, live, rewards.columns, environments)
+        walk_a_step(training, learn)
+        check_columns(training.evaluation, rewards.columns)
+        check_answers(training.evaluation, rewards.answers, rewards.unreadable)
+        check_returns(training.evaluation, rewards.try_out)
+        check_environments(training.evaluation)
         try:
-            return fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
+            return fit(training.common, partial(grpo_step, training), partial(evaluate_policy, training.evaluation))
         finally:
-            run.evaluation.sampler.engine.close()  # or what is sampled ahead would be waited for
+            training.evaluation.sampler.engine.close()  # or what is sampled ahead would be waited for
 
 
-def grpo_step(run: PolicyRun) -> dict[str, float] | None:
+def grpo_step(training: PolicyTraining) -> dict[str, float] | None:
     """Sample, score, compare, and update the policy; None when the prompts have ended."""
-    with restored_afterwards(run.trained):
-        rollout = next_rollout(run)
+    with restored_afterwards(training.model):
+        rollout = next_rollout(training)
         if rollout is None:
             return None
-        rollout, metrics = learn(run, rollout)
-        with run.setting.phase("data"):
-            run.prompts.wait()  # what comes now decodes by the tokenizer that prompts are made by
-        if isinstance(run.evaluation.sampler.engine, PublishedEngine):
-            metrics |= run.evaluation.sampler.engine.step_metrics()
-        if run.config.rollout.record:
-            registry.load(registry.STEP_RECORD)(run, rollout, metrics)
-        tell_samples(run, rollout)
-        tell_uncalled(run, rollout)
+        rollout, metrics = learn(training, rollout)
+        with training.run.phase("data"):
+            training.prompts.wait()  # what comes now decodes by the tokenizer that prompts are made by
+        if isinstance(training.evaluation.sampler.engine, PublishedEngine):
+            metrics |= training.evaluation.sampler.engine.step_metrics()
+        if training.config.rollout.record:
+            registry.load(registry.STEP_RECORD)(training, rollout, metrics)
+        tell_samples(training, rollout)
+        tell_uncalled(training, rollout)
         return metrics
 
 
-def learn(run: PolicyRun, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
+def learn(training: PolicyTraining, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
     """Compare the completions of each prompt, update the policy on them, and return them with their advantages.
 
     The walk before step 1, `holdfast plan` and `holdfast replay` call it too.
     """
-    objective = controlled_objective(run)
-    ages = staleness_metrics(rollout.sampled, run.trained.state.updates) if run.config.rollout.max_staleness else {}
-    rollout = with_advantages(run, rollout)
-    mini_batches = score_rollout(run, objective, (run.pack or pack_rollout)(run, rollout))
+    objective = controlled_objective(training)
+    ages = (
+        staleness_metrics(rollout.sampled, training.model.state.updates)
+        if training.config.rollout.max_staleness
+        else {}
+    )
+    rollout = with_advantages(training, rollout)
+    mini_batches = score_rollout(training, objective, (training.pack or pack_rollout)(training, rollout))
     metrics: dict[str, float] = {}
-    if run.critic is not None:
-        rollout, mini_batches, metrics = with_values(run, run.critic, objective, rollout, mini_batches)
-        metrics |= train_critic(run, run.critic, mini_batches)
-    metrics |= stand_still(run, mini_batches) if is_warming_up(run) else update(run, objective, mini_batches)
-    metrics |= ages | rollout_metrics(rollout, run.config.advantage.tolerance)
-    metrics |= entropy_estimate(rollout.sampled, run.config.rollout)
-    metrics |= move_coefficients(run, metrics)
+    if training.critic is not None:
+        rollout, mini_batches, metrics = with_values(training, training.critic, objective, rollout, mini_batches)
+        metrics |= train_critic(training, training.critic, mini_batches)
+    metrics |= (
+        stand_still(training, mini_batches) if is_warming_up(training) else update(training, objective, mini_batches)
+    )
+    metrics |= ages | rollout_metrics(rollout, training.config.advantage.tolerance)
+    metrics |= entropy_estimate(rollout.sampled, training.config.rollout)
+    metrics |= move_coefficients(training, metrics)
     return rollout, metrics
 
 
-def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) -> dict[str, float]:
+def update(training: PolicyTraining, objective: Objective, mini_batches: list[MiniBatch]) -> dict[str, float]:
     """Update the policy on every mini-batch, once or in several passes."""
-    updates = mini_batches * run.config.updates.passes
+    updates = mini_batches * training.config.updates.passes
     lines, sums, log_ratios = [], [], []
-    is_first_of_context = run.setting.ranks.rank % run.config.parallel.context == 0
+    is_first_of_context = training.run.ranks.rank % training.config.parallel.context == 0
     for number, mini_batch in enumerate(updates):
         ends_step = number == len(updates) - 1
-        names = run.common.source_names
-        result = train_step(run.trained, mini_batch, objective, source_names=names, ends_step=ends_step)
+        names = training.common.source_names
+        result = train_step(training.model, mini_batch, objective, source_names=names, ends_step=ends_step)
         lines.append(result.metrics)
         sums.append(result.sums)
         if number < len(mini_batches) and is_first_of_context:  # later passes have the same tokens
             log_ratios.append(log_ratios_of(mini_batch, result.logprobs))
     own = np.concatenate(log_ratios or [np.zeros(0, np.float32)])
-    return of_several_updates(lines, sums) | mismatch_spread(own, run.setting.ranks)
+    return of_several_updates(lines, sums) | mismatch_spread(own, training.run.ranks)
 
 
-def controlled_objective(run: PolicyRun) -> Objective:
+def controlled_objective(training: PolicyTraining) -> Objective:
     """Return the objective with the coefficients of the present step."""
-    objective, controllers, config = run.evaluation.objective, run.trained.state.controllers, run.config
+    objective, controllers, config = training.evaluation.objective, training.model.state.controllers, training.config
     if not isinstance(objective, PolicyGradient) or not controllers:
         return objective
     # What has no target (any more) is the configuration's, whatever a checkpoint remembers.
@@ -136,9 +142,9 @@ def controlled_objective(run: PolicyRun) -> Objective:
     return objective.with_coefficients(kl, entropy)
 
 
-def move_coefficients(run: PolicyRun, metrics: Mapping[str, float]) -> dict[str, float]:
+def move_coefficients(training: PolicyTraining, metrics: Mapping[str, float]) -> dict[str, float]:
     """Move the coefficients by what the step measured, and return those that will act in the next one."""
-    config, state = run.config, run.trained.state
+    config, state = training.config, training.model.state
     if config.kl.target is None and config.entropy.target is None:
         return {}
     before = state.controllers or {"kl": config.kl.coefficient, "entropy": config.entropy.coefficient}

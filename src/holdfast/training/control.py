@@ -18,7 +18,7 @@ from holdfast.metrics.sink import BY_OBSERVER
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.forms import LostForm, lost_forms
 from holdfast.training.observe import ask
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 from holdfast.types import StepEvent
 
 
@@ -102,21 +102,21 @@ class StopRequests:
         self.asked_at = time.monotonic()
         self.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
-    def start_clock(self, run: Run) -> None:
+    def start_clock(self, training: Training) -> None:
         """Let `max_minutes` count, from the start of the process, and let long work of the run look for requests.
 
         The clock asks for nothing before `min_steps` are done.
         """
-        config, started = run.setting.config, run.setting.world.began
+        config, started = training.run.config, training.run.world.began
 
         def over() -> str | None:
             limit = config.max_minutes
-            if limit is None or run.trained.state.step < config.min_steps or time.monotonic() - started < 60 * limit:
+            if limit is None or training.model.state.step < config.min_steps or time.monotonic() - started < 60 * limit:
                 return None
             return f"max_minutes={limit:g} have passed"
 
         self._over = over
-        run.setting.interrupted = self.is_asked
+        training.run.interrupted = self.is_asked
 
     def is_asked(self) -> bool:
         """Return whether this rank knows of a request to stop."""
@@ -200,11 +200,11 @@ def _times_reached(epoch: float, every: float) -> int:
 class Control:
     """Decides after every step, for one start of a run."""
 
-    def __init__(self, run: Run, requests: StopRequests) -> None:
-        self._run = run
+    def __init__(self, training: Training, requests: StopRequests) -> None:
+        self._training = training
         self._requests = requests
-        self._evaluations = Timetable(run.setting.config.evaluation, run.stream.epoch)
-        self._saves = Timetable(run.setting.config.checkpoint, run.stream.epoch)
+        self._evaluations = Timetable(training.run.config.evaluation, training.stream.epoch)
+        self._saves = Timetable(training.run.config.checkpoint, training.stream.epoch)
 
     def decide(self, event: StepEvent, saving: Status) -> Decision:
         """Let rank 0 decide what follows a step, and every rank follow.
@@ -219,14 +219,14 @@ class Control:
             HoldfastError: An observer failed; on every rank.
         """
         first: Decision | HoldfastError | None = None
-        if self._run.setting.world.is_first:
+        if self._training.run.world.is_first:
             try:
                 first = self._first_rank_decides(event)
             except HoldfastError as error:
                 first = error
         wants_save, self._requests.save = self._requests.save, False
-        lost = lost_forms(self._run)
-        rank_reports = self._run.setting.ranks.gather((self._requests.reason, wants_save, saving, first, lost))
+        lost = lost_forms(self._training)
+        rank_reports = self._training.run.ranks.gather((self._requests.reason, wants_save, saving, first, lost))
         decision = rank_reports[0][3]
         if isinstance(decision, HoldfastError):
             raise decision
@@ -242,10 +242,10 @@ class Control:
         )
 
     def _first_rank_decides(self, event: StepEvent) -> Decision:
-        run = self._run
-        answers = ask(run.observers, event, run.trained.state.observers)
+        training = self._training
+        answers = ask(training.observers, event, training.model.state.observers)
         late = self._requests.asked
-        may_stop = event.step >= run.setting.config.min_steps
+        may_stop = event.step >= training.run.config.min_steps
         stop = None
         if may_stop and "stop" in answers:
             stop = BY_OBSERVER

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from holdfast.rollout.local.inprocess import InProcessEngine
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 
 
-def settle_forms(sharded: ShardedModel, engine: InProcessEngine) -> None:
+def settle_forms(model: Model, engine: InProcessEngine) -> None:
     """Choose the optional forms of an engine that has weights, once; all ranks call this together.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         engine: What samples from it.
     """
-    setting = sharded.setting
+    run = model.run
     # An engine of one evaluation has no part of the memory yet, and finds out for itself what it needs to know.
-    if setting.without_numbers is not None or engine.block_limit is None:
+    if run.without_numbers is not None or engine.block_limit is None:
         return
-    for standing in engine.choose_forms(sharded.forms):
+    for standing in engine.choose_forms(model.forms):
         # A form that is used where nothing else could be expected is no news.
-        if setting.world.is_first and (standing.reason or standing.speedups):
+        if run.world.is_first and (standing.reason or standing.speedups):
             print(standing, flush=True)

@@ -34,14 +34,14 @@ from holdfast.rollout.sampling import Stops
 from holdfast.training.engine_forms import settle_forms
 from holdfast.training.observe import load_function
 from holdfast.training.rollout_memory import settle_blocks
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 
 
 class PublishedEngine(ABC):
     """An engine in other processes, to which the ranks push their shards directly."""
 
     @abstractmethod
-    def publish(self, sharded: ShardedModel) -> None:
+    def publish(self, model: Model) -> None:
         """Push the present weights, and prove that they arrived; all ranks call this together."""
 
     def step_metrics(self) -> dict[str, float]:
@@ -50,7 +50,7 @@ class PublishedEngine(ABC):
 
 
 def open_engine(
-    sharded: ShardedModel,
+    model: Model,
     rollout: EngineConfig,
 ) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end; `deal_memory` gives it its room.
@@ -58,45 +58,45 @@ def open_engine(
     All ranks call this together, and all of them raise what any of them raises.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         rollout: How it is sampled.
 
     Raises:
         ConfigError: Completions do not end, or the engine cannot decode this model.
     """
-    section, ranks = rollout.engine, sharded.setting.ranks
-    ranks.on_all_ranks(lambda: _refuse_endless(sharded, rollout))
+    section, ranks = rollout.engine, model.run.ranks
+    ranks.on_all_ranks(lambda: _refuse_endless(model, rollout))
     if isinstance(section, VLLMEngineConfig):
-        ranks.on_all_ranks(lambda: _refuse_unserved(sharded))
-        served: RolloutEngine = registry.load(registry.ENGINES[section.kind])(sharded, section, stops_of(sharded))
+        ranks.on_all_ranks(lambda: _refuse_unserved(model))
+        served: RolloutEngine = registry.load(registry.ENGINES[section.kind])(model, section, stops_of(model))
         return served
     if isinstance(section, RecordedEngineConfig):
         open_recorded = registry.load(registry.ENGINES[section.kind])
-        recorded: RolloutEngine = ranks.on_all_ranks(lambda: open_recorded(sharded.setting.base / section.path))
+        recorded: RolloutEngine = ranks.on_all_ranks(lambda: open_recorded(model.run.base / section.path))
         return recorded
     if isinstance(section, UserEngineConfig):
-        return ranks.on_all_ranks(lambda: _user_engine(section, sharded.setting.base))
-    agree_on_decoding(sharded.origin, ranks.gather)
-    return ranks.on_all_ranks(lambda: build_engine(sharded, section.kind, rollout.rows, rollout.graphs))
+        return ranks.on_all_ranks(lambda: _user_engine(section, model.run.base))
+    agree_on_decoding(model.blueprint, ranks.gather)
+    return ranks.on_all_ranks(lambda: build_engine(model, section.kind, rollout.rows, rollout.graphs))
 
 
-def _refuse_endless(sharded: ShardedModel, rollout: EngineConfig) -> None:
-    if not stop_tokens(sharded.origin) and not rollout.stop:
+def _refuse_endless(model: Model, rollout: EngineConfig) -> None:
+    if not stop_tokens(model.blueprint) and not rollout.stop:
         raise ConfigError(
             "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no "
             "text. Give the tokenizer an eos_token, or set rollout.stop."
         )
 
 
-def _refuse_unserved(sharded: ShardedModel) -> None:
+def _refuse_unserved(model: Model) -> None:
     """Refuse what servers do not do.
 
     Raises:
         ConfigError: The run needs it.
     """
-    if sharded.plan.compute_dtype not in {"float32", "bfloat16"}:
+    if model.plan.compute_dtype not in {"float32", "bfloat16"}:
         raise ConfigError(
-            f"rollout.engine: vllm computes in float32 or bfloat16, and this run in {sharded.plan.compute_dtype}. Set "
+            f"rollout.engine: vllm computes in float32 or bfloat16, and this run in {model.plan.compute_dtype}. Set "
             "parallel.compute_dtype."
         )
 
@@ -116,24 +116,24 @@ def _user_engine(section: UserEngineConfig, base: Path) -> RolloutEngine:
     return rollout_engine
 
 
-def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
+def give_weights(engine: RolloutEngine, model: Model) -> None:
     """Let an engine take over the policy's present weights; all ranks call this together."""
     if isinstance(engine, PublishedEngine):
-        engine.publish(sharded)
+        engine.publish(model)
         return
     if isinstance(engine, InProcessEngine) and engine.block_limit is not None:
         # The run may have been continued since the engine was opened.
-        settle_blocks(sharded, engine, engine.block_room)
-    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-    tensors = live_tensors(sharded.model, sharded.setting.ranks, dtype)
-    with sharded.setting.ranks.together(), drained(tensors):
-        engine.update_weights(tensors, sharded.state.updates)
+        settle_blocks(model, engine, engine.block_room)
+    dtype: torch.dtype = getattr(torch, model.plan.compute_dtype)
+    tensors = live_tensors(model.module, model.run.ranks, dtype)
+    with model.run.ranks.together(), drained(tensors):
+        engine.update_weights(tensors, model.state.updates)
     if isinstance(engine, InProcessEngine):
-        settle_forms(sharded, engine)
+        settle_forms(model, engine)
 
 
 def build_engine(
-    sharded: ShardedModel,
+    model: Model,
     kind: LocalKind = "auto",
     rows: int = 512,
     graphs: GraphsKind = "off",
@@ -141,7 +141,7 @@ def build_engine(
     """Return an engine without weights: our own decoding where the model's attention allows it.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         kind: Which engine.
         rows: Most completions decoded together.
         graphs: Whether our own decoding replays recorded steps on CUDA; `off` where no key of a run says.
@@ -149,14 +149,14 @@ def build_engine(
     Raises:
         ConfigError: The engine that was asked for cannot decode this model.
     """
-    origin, tokenizer, device = sharded.origin, sharded.origin.tokenizer, sharded.setting.world.device
-    stops, dtype = stops_of(sharded), getattr(torch, sharded.plan.compute_dtype)
-    why = why_not_in_process(origin, padded=sharded.model.padded)
+    origin, tokenizer, device = model.blueprint, model.blueprint.tokenizer, model.run.world.device
+    stops, dtype = stops_of(model), getattr(torch, model.plan.compute_dtype)
+    why = why_not_in_process(origin, padded=model.module.padded)
     if kind == "inprocess" and why:
         raise ConfigError(
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
-    if samples_in_process(sharded, kind):
+    if samples_in_process(model, kind):
         # On the CPU calling an operation costs little beside it, and a room of tokens is more than the tokens in it.
         replays = graphs == "auto" and device.type == "cuda"
         return InProcessEngine(
@@ -165,19 +165,19 @@ def build_engine(
             dtype,
             stops,
             rows=rows,
-            float32_head=sharded.setting.config.model.head.dtype == "float32",
+            float32_head=model.run.config.model.head.dtype == "float32",
             recorder=CudaRecorder(device) if replays else None,
-            compiler="inductor" if sharded.setting.config.compiles_blocks("cuda") else None,
+            compiler="inductor" if model.run.config.compiles_blocks("cuda") else None,
         )
-    if kind == "auto" and sharded.setting.world.is_first:
+    if kind == "auto" and model.run.world.is_first:
         print(f"rollouts by transformers' generate, which is slower, for {origin.family.name}: {why}", flush=True)
     fill = pad_token(tokenizer)
     return TransformersEngine(origin, device, dtype, stops, fill, rows=rows)
 
 
-def stops_of(sharded: ShardedModel) -> Stops:
+def stops_of(model: Model) -> Stops:
     """Return what ends a completion, whatever samples it."""
-    origin, tokenizer = sharded.origin, sharded.origin.tokenizer
+    origin, tokenizer = model.blueprint, model.blueprint.tokenizer
     # Behind an image token that is not an image's, training and sampling would read different things: it ends the text.
     return Stops(
         frozenset([*stop_tokens(origin), *origin.family.image_marks]),
@@ -185,17 +185,17 @@ def stops_of(sharded: ShardedModel) -> Stops:
     )
 
 
-def samples_in_process(sharded: ShardedModel, kind: LocalKind) -> bool:
+def samples_in_process(model: Model, kind: LocalKind) -> bool:
     """Return whether it is our own decoding that an engine of this kind samples by."""
-    return kind != "transformers" and not why_not_in_process(sharded.origin, padded=sharded.model.padded)
+    return kind != "transformers" and not why_not_in_process(model.blueprint, padded=model.module.padded)
 
 
-def why_no_videos(sharded: ShardedModel, section: EngineSection) -> str:
+def why_no_videos(model: Model, section: EngineSection) -> str:
     """Return why what this engine completes may have no videos; "" where it may."""
     if not isinstance(section, LocalEngineConfig):
         return "servers are sent images and no videos" if isinstance(section, VLLMEngineConfig) else ""
     kind = section.kind
-    if samples_in_process(sharded, kind):
+    if samples_in_process(model, kind):
         return ""
     return "transformers' generate, which samples here, would place its frames as if they were images"
 
@@ -215,14 +215,14 @@ def pad_token(tokenizer: Any) -> int:
     return 0
 
 
-def layout_of(sharded: ShardedModel, images: ImageSide | str = "") -> Layout:
+def layout_of(model: Model, images: ImageSide | str = "") -> Layout:
     """Return how this model's batches are packed."""
-    text = sharded.origin.skeleton.config.get_text_config()
-    attention = layers_in(sharded.origin.skeleton) * text.hidden_size / max(1, sharded.plan.parameters)
-    dtype = torch.float64 if sharded.setting.config.model.dtype == "float64" else torch.float32
-    several = sharded.plan.sharded and sharded.setting.ranks.size > 1
+    text = model.blueprint.skeleton.config.get_text_config()
+    attention = layers_in(model.blueprint.skeleton) * text.hidden_size / max(1, model.plan.parameters)
+    dtype = torch.float64 if model.run.config.model.dtype == "float64" else torch.float32
+    several = model.plan.sharded and model.run.ranks.size > 1
     stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
-    angles = angles_by_length([sharded.origin.skeleton.config])
-    padded, filler = sharded.model.padded, pad_token(sharded.origin.tokenizer)
-    context = sharded.setting.config.parallel.context
+    angles = angles_by_length([model.blueprint.skeleton.config])
+    padded, filler = model.module.padded, pad_token(model.blueprint.tokenizer)
+    context = model.run.config.parallel.context
     return Layout(padded, filler, dtype, attention, angles_of=angles, stand_in=stand_in, context=context)

@@ -25,7 +25,7 @@ from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
 from holdfast.training.engines import build_engine, give_weights
 from holdfast.training.rollout_memory import limit_blocks
-from holdfast.training.run import Evaluation, Setting, ShardedModel
+from holdfast.training.run import Evaluation, Model, Run
 from holdfast.types import Example, Finish, LossSum, MiniBatch, host_value
 
 Prepare = Callable[[MiniBatch], MiniBatch]
@@ -56,12 +56,12 @@ def evaluate(
     before every batch, the same on all ranks: what was begun is then left, and only finished sets are returned.
     `prepare` adds to a batch what its loss compares with.
     """
-    sharded = evaluation.sharded
-    setting = sharded.setting
-    label = label or f"step-{sharded.state.step:08d}"
+    model = evaluation.model
+    run = model.run
+    label = label or f"step-{model.state.step:08d}"
     metrics: dict[str, float] = {}
-    options = setting.config.evaluation.completions
-    with setting.phase("evaluation"):
+    options = run.config.evaluation.completions
+    with run.phase("evaluation"):
         engine = None
         for held_out in evaluation.sets:
             set_metrics = evaluate_loss(evaluation, held_out.open_stream(), interrupted, prepare)
@@ -69,17 +69,17 @@ def evaluate(
                 return metrics
             if options is not None:
                 if engine is None:
-                    agree_on_decoding(sharded.origin, setting.ranks.gather)
-                    engine = build_engine(sharded)
-                    give_weights(engine, sharded)
-                    limit_blocks(engine, sharded)
-                examples = setting.ranks.on_all_ranks(lambda: held_out.read_prompts(options.samples))  # noqa: B023 - called now
-                completed = evaluate_completions(engine, sharded, examples, options)
+                    agree_on_decoding(model.blueprint, run.ranks.gather)
+                    engine = build_engine(model)
+                    give_weights(engine, model)
+                    limit_blocks(engine, model)
+                examples = run.ranks.on_all_ranks(lambda: held_out.read_prompts(options.samples))  # noqa: B023 - called now
+                completed = evaluate_completions(engine, model, examples, options)
                 if completed is None:
                     return metrics
                 more, answered = completed
                 set_metrics |= more
-                keep_completions(setting, label, held_out.name, partial(write_completions, answered))
+                keep_completions(run, label, held_out.name, partial(write_completions, answered))
             metrics |= {f"eval/{held_out.name}/{name}": value for name, value in set_metrics.items()}
     return metrics
 
@@ -89,7 +89,7 @@ def evaluate_loss(
     evaluation: Evaluation, stream: SampleStream, interrupted: Callable[[], bool], prepare: Prepare
 ) -> dict[str, float] | None:
     """Return the mean loss and its companions over one pass, the same on every rank; None if it was interrupted."""
-    model, device = evaluation.sharded.model, evaluation.sharded.setting.world.device
+    model, device = evaluation.model.module, evaluation.model.run.world.device
     model.eval()
     sums: dict[str, Tensor] = {}
     step = 0
@@ -112,7 +112,7 @@ def evaluate_loss(
 
 
 def evaluate_completions(
-    engine: RolloutEngine, sharded: ShardedModel, examples: Sequence[Example], options: CompletionsConfig
+    engine: RolloutEngine, model: Model, examples: Sequence[Example], options: CompletionsConfig
 ) -> tuple[dict[str, float], list[ComparedCompletion]] | None:
     """Complete this rank's prompts and compare with their last trained span.
 
@@ -122,13 +122,13 @@ def evaluate_completions(
         Metrics over all ranks, and on rank 0 all ranks' completions by sample id; None if a rank was asked to stop
         meanwhile.
     """
-    tokenizer = sharded.origin.tokenizer
+    tokenizer = model.blueprint.tokenizer
     answers = {number: split_at_answer(example) for number, example in enumerate(examples)}
     requests = [_request(number, example, len(answers[number][0])) for number, example in enumerate(examples)]
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     own_answers = []
-    completions = generate(engine, requests, sampling, sharded.setting.interrupted)
-    if any(sharded.setting.ranks.gather(any(sampled.finish is Finish.ABORT for sampled in completions))):
+    completions = generate(engine, requests, sampling, model.run.interrupted)
+    if any(model.run.ranks.gather(any(sampled.finish is Finish.ABORT for sampled in completions))):
         return None
     for sampled in completions:
         prompt, reference = answers[sampled.request_id]
@@ -136,14 +136,14 @@ def evaluate_completions(
         expected = tokenizer.decode(reference, skip_special_tokens=True)
         finished = sampled.finish is Finish.STOP
         right = finished and text.strip() == expected.strip()
-        prompt_text = tokenizer.decode(_images_shortened(prompt, sharded.origin.family.image_token_id))
+        prompt_text = tokenizer.decode(_images_shortened(prompt, model.blueprint.family.image_token_id))
         own_answers.append(
             ComparedCompletion(examples[sampled.request_id].sample_id, prompt_text, text, expected, right, finished)
         )
-    everyone = sharded.setting.ranks.gather_to_first(own_answers)
+    everyone = model.run.ranks.gather_to_first(own_answers)
     answered = sorted((item for rank_answers in everyone for item in rank_answers), key=lambda item: item.sample_id)
     sums = [len(own_answers), sum(item.correct for item in own_answers), sum(item.finished for item in own_answers)]
-    count, correct, finished_count = sharded.setting.ranks.summed(torch.tensor(sums)).tolist()
+    count, correct, finished_count = model.run.ranks.summed(torch.tensor(sums)).tolist()
     if not count:
         return {}, []
     return {"completions/accuracy": correct / count, "completions/finished": finished_count / count}, answered
@@ -171,7 +171,7 @@ def split_at_answer(example: Example) -> tuple[list[int], list[int]]:
     return example.tokens[:start].tolist(), example.tokens[start:end].tolist()
 
 
-def keep_completions(setting: Setting, label: str, name: str, write: Callable[[Path], None]) -> None:
+def keep_completions(run: Run, label: str, name: str, write: Callable[[Path], None]) -> None:
     """Write completions/<label>.<name>.jsonl on rank 0; all ranks call this together.
 
     Raises:
@@ -179,7 +179,7 @@ def keep_completions(setting: Setting, label: str, name: str, write: Callable[[P
     """
 
     def written() -> None:
-        path = setting.directory / COMPLETIONS / f"{label}.{name.replace('/', '-')}.jsonl"
+        path = run.directory / COMPLETIONS / f"{label}.{name.replace('/', '-')}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path)
@@ -189,7 +189,7 @@ def keep_completions(setting: Setting, label: str, name: str, write: Callable[[P
                 f"there that this user can write to. {how_to_go_on(1)}"
             ) from error
 
-    setting.ranks.on_first_rank(written)
+    run.ranks.on_first_rank(written)
 
 
 def write_completions(answered: Sequence[ComparedCompletion], path: Path) -> None:

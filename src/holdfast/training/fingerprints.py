@@ -37,7 +37,7 @@ from holdfast.models.files.vision import VIDEO_FILE
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.collectives import RankGroup
 from holdfast.rewards.functions.mathematics import MATH_RULES
-from holdfast.training.run import ConfiguredRun, Identity, Setting
+from holdfast.training.run import ConfiguredRun, Identity, Run
 
 _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
 _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
@@ -281,23 +281,23 @@ def fingerprint_once(directory: Path | None, ranks: RankGroup) -> None:
         remember_fingerprint(directory, mark)
 
 
-def fingerprint_base_of_adapters(setting: Setting) -> None:
+def fingerprint_base_of_adapters(run: Run) -> None:
     """Mark the weights that adapters of a file will be laid beside, before every rank compares their marks.
 
     Raises:
         ModelError: There is no such model.
     """
-    section, ranks = setting.config.model, setting.ranks
+    section, ranks = run.config.model, run.ranks
     if section.path is None or section.lora is None or section.lora.path is None or section.lora.any_base:
         return
     name = section.path
-    fingerprint_once(ranks.first_rank_first(lambda: locate(name, section, setting.base, weights=True)), ranks)
+    fingerprint_once(ranks.first_rank_first(lambda: locate(name, section, run.base, weights=True)), ranks)
 
 
-def mark_reward_models(setting: Setting) -> None:
+def mark_reward_models(run: Run) -> None:
     """Mark the models that score; all ranks call this together."""
-    for directory in setting.ranks.on_all_ranks(lambda: reward_models(setting)).values():
-        fingerprint_once(directory, setting.ranks)
+    for directory in run.ranks.on_all_ranks(lambda: reward_models(run)).values():
+        fingerprint_once(directory, run.ranks)
 
 
 def is_fingerprinted(config: TrainingConfig) -> bool:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.training.run import Run, Trained
+from holdfast.training.run import Model, Training
 
 EVENT = "form"
 """A form that was chosen, or given up by a rank: event of events.jsonl, and first part of a column's name."""
@@ -15,31 +15,31 @@ LostForm = tuple[str, str, str]
 """Model, "" for the run's own, form and reason."""
 
 
-def resume_forms(run: Run) -> list[str]:
+def resume_forms(training: Training) -> list[str]:
     """Use the forms that the checkpoint recorded; return a line for each that this start cannot have.
 
     All ranks call this together, after the checkpoint was loaded.
     """
     lines = []
-    for model, trained in _models(run).items():
+    for model, trained in _models(training).items():
         recorded = trained.state.forms
         if recorded is None and not model:
-            recorded = run.setting.world.forms
+            recorded = training.run.world.forms
         lines += trained.forms.resume(recorded)
-    record_forms(run)
+    record_forms(training)
     return lines
 
 
-def record_forms(run: Run) -> None:
+def record_forms(training: Training) -> None:
     """Let checkpoints record the forms that are used."""
-    for trained in _models(run).values():
-        trained.state.forms = trained.forms.record
+    for model in _models(training).values():
+        model.state.forms = model.forms.record
 
 
-def lost_forms(run: Run) -> list[LostForm]:
+def lost_forms(training: Training) -> list[LostForm]:
     """Return what this rank has given up since the last call."""
     lost = []
-    for model, trained in _models(run).items():
+    for model, trained in _models(training).items():
         lost += [(model, name, reason) for name, reason in trained.forms.lost]
         trained.forms.lost.clear()
     return lost
@@ -48,8 +48,8 @@ def lost_forms(run: Run) -> list[LostForm]:
 class FormNews:
     """What changed in the forms since it was told last."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, training: Training) -> None:
+        self._training = training
         self._without: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
         """Model and form -> ranks that have given it up."""
 
@@ -60,7 +60,7 @@ class FormNews:
             lost: What ranks have given up, in their order.
         """
         events, columns = [], {}
-        for model, trained in _models(self._run).items():
+        for model, trained in _models(self._training).items():
             for standing in trained.forms.news:
                 values = {"value": standing.value, "reason": standing.reason, "speedups": list(standing.speedups)}
                 events.append(_named(model, standing.name) | values)
@@ -75,8 +75,8 @@ class FormNews:
         return events, columns
 
 
-def _models(run: Run) -> Mapping[str, Trained]:
-    return {"": run.trained, **run.companions}
+def _models(training: Training) -> Mapping[str, Model]:
+    return {"": training.model, **training.companions}
 
 
 def _named(model: str, name: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from holdfast.text.escaping import escaped, escaped_paragraph
 from holdfast.training import directory
 from holdfast.training.directory import LOGS, MEMORY
 from holdfast.training.forms import EVENT
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 from holdfast.types import Batch
 
 LOG = "rank-0.log"
@@ -57,52 +57,52 @@ _OF_A_STEP = {f"data/{name}" for name in ("rows", "tokens", "mean_length", "fill
 class Journal:
     """Opens the run directory and its metrics sinks within a block; does nothing on ranks other than rank 0."""
 
-    def __init__(self, run: Run) -> None:
-        self.latest: dict[str, float] = dict(run.setting.log.resumed_metrics)
+    def __init__(self, training: Training) -> None:
+        self.latest: dict[str, float] = dict(training.run.log.resumed_metrics)
         """The last value of every metric."""
-        self._run = run
-        self._first_step = run.trained.state.step
+        self._training = training
+        self._first_step = training.model.state.step
         self._metrics: JsonlSink | None = None
         self._events: defaultdict[str, float] = defaultdict(float)
         """Of the steps since the last line."""
         self._unwritten: tuple[int, Mapping[str, float]] | None = None
         """The last step, if it has no line."""
         self._trackers: TrackerProcesses | None = None
-        first = run.setting.world.is_first
+        first = training.run.world.is_first
         self._samples: JsonlSink | None = None
         self._sample_files: SampleFiles | None = None
-        run.setting.ranks.on_all_ranks(self._open if first else lambda: None)
-        if run.setting.world.log is not None and not run.setting.config.dry_run:
-            run.setting.world.log.begin(run.setting.directory / LOGS)
-        run.setting.world.failure.listener = self._heard
-        self._health = _health_of(run) if run.setting.config.metrics.health else None
-        kind = run.setting.config.metrics.progress if first else "off"
+        training.run.ranks.on_all_ranks(self._open if first else lambda: None)
+        if training.run.world.log is not None and not training.run.config.dry_run:
+            training.run.world.log.begin(training.run.directory / LOGS)
+        training.run.world.failure.listener = self._heard
+        self._health = _health_of(training) if training.run.config.metrics.health else None
+        kind = training.run.config.metrics.progress if first else "off"
         with private_randomness():  # rich draws from Python's generator while it is imported
             self._screen = self._logged(
-                open_progress(kind, _end_of(run), run.trained.state.step, run.setting.config.verb)
+                open_progress(kind, _end_of(training), training.model.state.step, training.run.config.verb)
             )
 
     def _open(self) -> None:
-        run = self._run
+        training = self._training
         for name in (directory.EVENTS, SAMPLES):
-            if (run.setting.directory / name).exists():
+            if (training.run.directory / name).exists():
                 # What cannot be appended to is refused before a step is made.
-                append_text(run.setting.directory / name, "")
-        if (folder := run.setting.directory / SAMPLE_FOLDER).is_dir():
+                append_text(training.run.directory / name, "")
+        if (folder := training.run.directory / SAMPLE_FOLDER).is_dir():
             self._sample_files = SampleFiles(folder, self._first_step)
-        self._metrics = JsonlSink(run.setting.directory / METRICS, run.trained.state.step)
-        setting = run.setting
-        trackers = setting.config.metrics.sinks
-        if trackers and not setting.config.dry_run:  # which leaves nothing anywhere
-            self._trackers = registry.load(registry.TRACKERS)(trackers, setting.directory, setting.base)
+        self._metrics = JsonlSink(training.run.directory / METRICS, training.model.state.step)
+        run = training.run
+        trackers = run.config.metrics.sinks
+        if trackers and not run.config.dry_run:  # which leaves nothing anywhere
+            self._trackers = registry.load(registry.TRACKERS)(trackers, run.directory, run.base)
 
     def _logged(self, screen: ProgressDisplay) -> ProgressDisplay:
         """Return a display whose steps stand in logs/rank-0.log, also where the screen shows none as lines."""
-        setting = self._run.setting
-        launcher = setting.world.failure.directory
-        if not setting.world.is_first or (launcher is not None and isinstance(screen, Lines)):
+        run = self._training.run
+        launcher = run.world.failure.directory
+        if not run.world.is_first or (launcher is not None and isinstance(screen, Lines)):
             return screen  # the launcher copies into the log what rank 0 prints
-        log_directory = setting.directory / LOGS
+        log_directory = run.directory / LOGS
         if launcher is None:
             with suppress(OSError):
                 log_directory.mkdir(exist_ok=True)
@@ -114,7 +114,7 @@ class Journal:
                     append_text(folder / LOG, text + "\n")
                     return
 
-        return LoggedDisplay(screen, _end_of(self._run), write, with_messages=launcher is None)
+        return LoggedDisplay(screen, _end_of(self._training), write, with_messages=launcher is None)
 
     def __enter__(self) -> Journal:
         """Return itself."""
@@ -134,19 +134,19 @@ class Journal:
 
     def started(self) -> None:
         """Note a start that has something to do: when, and on how many of which devices."""
-        world = self._run.setting.world
-        head = form_record(self._run.trained.model, world.device)
+        world = self._training.run.world
+        head = form_record(self._training.model.module, world.device)
         if world.is_first:
             self._note_chunks(head)
-        forms = dict(self._run.trained.state.forms or {})
+        forms = dict(self._training.model.state.forms or {})
         form: dict[str, Any] = {"forms": forms} | ({} if head is None else {"head": head})
-        if self._run.image_rules:
-            form["images"] = dict(self._run.image_rules)
+        if self._training.image_rules:
+            form["images"] = dict(self._training.image_rules)
         self.event("start", time=time.time(), ranks=world.size, device=world.device.type, **form)
 
     def _note_chunks(self, head: FormRecord | None) -> None:
         """Say that the head has other chunks than in the start before this one, and so another order of sums."""
-        heads = [event["head"] for event in directory.events(self._run.setting.directory, "start") if "head" in event]
+        heads = [event["head"] for event in directory.events(self._training.run.directory, "start") if "head" in event]
         if head is not None and heads and heads[-1] != head:
             self.say(
                 f"note: the head runs by {described(head)}; until step {self._first_step} it was {described(heads[-1])}"
@@ -168,7 +168,7 @@ class Journal:
         if not line:
             return
         self.latest.update(line)
-        step = self._run.trained.state.step if step is None else step
+        step = self._training.model.state.step if step is None else step
         evaluated = {name: value for name, value in line.items() if name.startswith("eval/")}
         alarms = self._health.see(step, line) if "loss" in line and self._health is not None else {}
         if "loss" in line:
@@ -181,7 +181,7 @@ class Journal:
         self._tell()
         if "loss" in line:
             self._warn(step, line, alarms)
-            self._run.setting.log.batches.clear()
+            self._training.run.log.batches.clear()
         if evaluated:
             displayed = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in displayed.items())
@@ -194,7 +194,7 @@ class Journal:
             elif f"{EVENT}/" in name:
                 self._events[name] = value
         self._unwritten = step, line
-        if due or step % self._run.setting.config.metrics.log_every == 0 or step == self._run.trained.total_steps:
+        if due or step % self._training.run.config.metrics.log_every == 0 or step == self._training.model.total_steps:
             self._write_last()
 
     def _write_last(self) -> None:
@@ -229,45 +229,45 @@ class Journal:
     def _recorded(self, step: int) -> dict[str, str]:
         """Record a step's batch, on every rank; a disk that does not take it ends no run."""
         try:
-            return {"batch": _record_batch(self._run, step)}
+            return {"batch": _record_batch(self._training, step)}
         except OSError:
             return {}
 
     def _tell(self) -> None:
         """Print the messages and write the samples that the step left in the log."""
-        run = self._run
-        peaks = run.setting.log.peaks
+        training = self._training
+        peaks = training.run.log.peaks
         if news := peaks.news():
             # Rank 0 alone writes it, so a directory that is gone is told by the next save, on all ranks alike.
             with suppress(OSError, HoldfastError):
-                self.event(MEMORY, device=run.setting.world.device.type, peaks=news, start=peaks.at_start)
-        for text in run.setting.log.messages:
+                self.event(MEMORY, device=training.run.world.device.type, peaks=news, start=peaks.at_start)
+        for text in training.run.log.messages:
             self.say(text)
-        if run.setting.log.samples and run.setting.world.is_first:
-            self._write_samples(run.setting.log.samples)
+        if training.run.log.samples and training.run.world.is_first:
+            self._write_samples(training.run.log.samples)
         for text in self._trackers.news() if self._trackers else ():
             self.say(text)
-        run.setting.log.messages.clear()
-        run.setting.log.samples.clear()
-        run.setting.log.sample_images.clear()
+        training.run.log.messages.clear()
+        training.run.log.samples.clear()
+        training.run.log.sample_images.clear()
 
     def _write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write the completions of a step as the configuration says, and the images of their prompts."""
-        setting = self._run.setting
-        write_sample_images(setting.directory / SAMPLE_IMAGES, setting.log.sample_images)
-        if self._run.setting.config.metrics.samples == "parquet":
+        run = self._training.run
+        write_sample_images(run.directory / SAMPLE_IMAGES, run.log.sample_images)
+        if self._training.run.config.metrics.samples == "parquet":
             if self._sample_files is None:
-                self._sample_files = SampleFiles(self._run.setting.directory / SAMPLE_FOLDER, self._first_step)
+                self._sample_files = SampleFiles(self._training.run.directory / SAMPLE_FOLDER, self._first_step)
             self._sample_files.write(samples)
             return
         if self._samples is None:
-            self._samples = JsonlSink(self._run.setting.directory / SAMPLES, self._first_step)
+            self._samples = JsonlSink(self._training.run.directory / SAMPLES, self._first_step)
         for sample in samples:
             self._samples.event(sample)
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0."""
-        if self._run.setting.world.is_first:
+        if self._training.run.world.is_first:
             self._screen.say(escaped_paragraph(text))
 
     def saved(self, committed: Sequence[Saved]) -> None:
@@ -285,7 +285,7 @@ class Journal:
 
     def failed(self, error: Exception) -> None:
         """Append to events.jsonl that an error ends the run, behind the line of the last step."""
-        channel = self._run.setting.world.failure
+        channel = self._training.run.world.failure
         failure = channel.own(error)
         reason = f"{failure.type}: {error}".strip().partition("\n")[0]
         with suppress(OSError):  # it may be this disk that is full; the error says so
@@ -298,31 +298,31 @@ class Journal:
 
     def _heard(self, event: str, failure: Failure) -> None:
         """Append what befell another rank, on the rank that was chosen to speak; perhaps in another thread."""
-        setting, step = self._run.setting, self._run.trained.state.step
+        run, step = self._training.run, self._training.model.state.step
         sentence = failure.sentence() if event == "failed" else failure.message
         reason = sentence.partition("\n")[0]
         origin = {"rank": failure.rank, "host": failure.host, "phase": failure.phase}
         line = {"event": event, "step": step, "reason": reason, "time": time.time(), **origin}
         with suppress(OSError):
-            append_text(setting.directory / directory.EVENTS, json.dumps(line) + "\n")
-        if setting.world.log is not None and not setting.world.is_first:
-            setting.world.log.show(escaped_paragraph(sentence))
+            append_text(run.directory / directory.EVENTS, json.dumps(line) + "\n")
+        if run.world.log is not None and not run.world.is_first:
+            run.world.log.show(escaped_paragraph(sentence))
 
     def event(self, name: str, **values: object) -> None:
         """Append something that happened, other than a step, to events.jsonl; its step, unless `step` names another."""
-        if self._run.setting.world.is_first:
-            line = json.dumps({"event": name, "step": self._run.trained.state.step, **values}) + "\n"
-            append_text(self._run.setting.directory / directory.EVENTS, line)
+        if self._training.run.world.is_first:
+            line = json.dumps({"event": name, "step": self._training.model.state.step, **values}) + "\n"
+            append_text(self._training.run.directory / directory.EVENTS, line)
 
 
-def _end_of(run: Run) -> End:
-    config = run.setting.config
-    return End(run.trained.total_steps, None if config.dry_run else config.epochs)
+def _end_of(training: Training) -> End:
+    config = training.run.config
+    return End(training.model.total_steps, None if config.dry_run else config.epochs)
 
 
-def _health_of(run: Run) -> Health:
-    scores = run.setting.config.scores
-    text = run.trained.origin.skeleton.config.get_text_config()
+def _health_of(training: Training) -> Health:
+    scores = training.run.config.scores
+    text = training.model.blueprint.skeleton.config.get_text_config()
     return Health(None if scores else getattr(text, "vocab_size", None))
 
 
@@ -330,16 +330,16 @@ def _is_shown(name: str, value: float) -> bool:
     return not name.endswith(_NOT_TOLD) and (value != 0 or not name.endswith(_TOLD_IF_ANY))
 
 
-def _record_batch(run: Run, step: int) -> str:
+def _record_batch(training: Training, step: int) -> str:
     """Write the sequences that this rank trained in a step; return the file's path in the run.
 
     Raises:
         OSError: The disk does not take it.
     """
-    name = f"{SPIKES_FOLDER}/step-{step:08d}.rank-{run.setting.ranks.rank}.jsonl"
-    path = run.setting.directory / name
+    name = f"{SPIKES_FOLDER}/step-{step:08d}.rank-{training.run.ranks.rank}.jsonl"
+    path = training.run.directory / name
     path.parent.mkdir(exist_ok=True)
-    lines = [json.dumps(line) for line in _sequences(run.setting.log.batches, run.trained.origin.tokenizer)]
+    lines = [json.dumps(line) for line in _sequences(training.run.log.batches, training.model.blueprint.tokenizer)]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return name
 

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from holdfast.metrics.throughput import peak_flops
-from holdfast.training.run import Run, Setting
+from holdfast.training.run import Run, Training
 from holdfast.training.step import StartedUpdate
 from holdfast.types import Batch
 
@@ -37,25 +37,25 @@ class StepNumbers:
         return self.line
 
 
-def measurements(run: Run, line: dict[str, float]) -> dict[str, float]:
+def measurements(training: Training, line: dict[str, float]) -> dict[str, float]:
     """Return times, throughput and memory since the last step."""
-    times = run.setting.log.clock.read()
+    times = training.run.log.clock.read()
     tokens = line.get("data/tokens", 0.0)
     seconds = max(times["step_time"], 1e-9)
     measured = {**times, "throughput/tokens_per_second": tokens / seconds}
-    flops_per_second = _peak_flops(run.setting)
-    if flops_per_second is not None and tokens:
-        flops = run.trained.cost.flops(tokens, line.get("data/mean_length", 0.0))
-        measured["throughput/mfu"] = flops / seconds / (flops_per_second * run.setting.world.size)
-    if run.setting.world.device.type == "cuda":
-        measured["memory/peak_gib"] = run.setting.log.peaks.largest / 2**30
+    cost, flops_per_second = training.model.cost, _peak_flops(training.run)
+    if flops_per_second is not None and tokens and cost is not None:
+        flops = cost.flops(tokens, line.get("data/mean_length", 0.0))
+        measured["throughput/mfu"] = flops / seconds / (flops_per_second * training.run.world.size)
+    if training.run.world.device.type == "cuda":
+        measured["memory/peak_gib"] = training.run.log.peaks.largest / 2**30
     else:
         measured["memory/resident_gib"] = psutil.Process().memory_info().rss / 2**30
     return measured
 
 
-def _peak_flops(setting: Setting) -> float | None:
+def _peak_flops(run: Run) -> float | None:
     """Return what one device can do."""
-    if setting.config.metrics.peak_flops is not None or setting.world.device.type != "cuda":
-        return setting.config.metrics.peak_flops
-    return peak_flops(torch.cuda.get_device_name(setting.world.device))
+    if run.config.metrics.peak_flops is not None or run.world.device.type != "cuda":
+        return run.config.metrics.peak_flops
+    return peak_flops(torch.cuda.get_device_name(run.world.device))

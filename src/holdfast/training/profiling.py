@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 
 PROFILE_FOLDER = "profile"
 _MOST_ALLOCATIONS = 100_000
@@ -21,11 +21,11 @@ _MOST_ALLOCATIONS = 100_000
 class StepProfiler:
     """Profiles the steps in `profile`; does nothing in a run without this key."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._first, self._last = setting.config.profile or (0, 0)
-        self._setting = setting
+    def __init__(self, run: Run) -> None:
+        self._first, self._last = run.config.profile or (0, 0)
+        self._run = run
         self._profile: profile | None = None
-        self._cuda = setting.world.device.type == "cuda"
+        self._cuda = run.world.device.type == "cuda"
 
     def before(self, step: int) -> None:
         """Start the profiler at the first step to profile, or if the run was resumed within these steps."""
@@ -48,7 +48,7 @@ class StepProfiler:
             return
         profile, self._profile = self._profile, None
         profile.stop()
-        folder, rank = self._setting.directory / PROFILE_FOLDER, self._setting.ranks.rank
+        folder, rank = self._run.directory / PROFILE_FOLDER, self._run.ranks.rank
         try:
             folder.mkdir(exist_ok=True)
             profile.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
@@ -57,7 +57,7 @@ class StepProfiler:
             message = f"steps {self._first} to {self._last} are profiled in {folder}; open a trace in ui.perfetto.dev"
         except (OSError, RuntimeError) as error:
             message = f"warning: the profile could not be written: {error}"
-        self._setting.log.messages.append(message)
+        self._run.log.messages.append(message)
 
 
 def _write_memory(path: Path) -> None:

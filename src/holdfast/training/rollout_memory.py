@@ -28,7 +28,7 @@ from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE
 from holdfast.rollout.local.graphs import CHECKED_STEPS
 from holdfast.rollout.local.inprocess import InProcessEngine
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 
 _GIB = 2**30
 _SHARE = 0.5
@@ -37,11 +37,11 @@ _SHARE = 0.5
 
 def deal_memory(  # noqa: PLR0913 - what is sampled, and what else takes memory
     engine: RolloutEngine,
-    sharded: ShardedModel,
+    model: Model,
     rollout: EngineConfig,
     context: int,
     *,
-    companions: Iterable[ShardedModel] = (),
+    companions: Iterable[Model] = (),
     trains: bool = True,
     planned: bool = False,
 ) -> None:
@@ -51,7 +51,7 @@ def deal_memory(  # noqa: PLR0913 - what is sampled, and what else takes memory
 
     Args:
         engine: From `open_engine`.
-        sharded: The policy.
+        model: The policy.
         rollout: How it is sampled.
         context: Tokens that a completion may follow.
         companions: Other models that will have an optimizer's state.
@@ -63,26 +63,26 @@ def deal_memory(  # noqa: PLR0913 - what is sampled, and what else takes memory
     """
     if not isinstance(rollout.engine, LocalEngineConfig):
         return
-    ranks, common = sharded.setting.ranks, shared_by_ranks(sharded)
+    ranks, common = model.run.ranks, shared_by_ranks(model)
     in_process = isinstance(engine, InProcessEngine)
     if not planned or rollout.copy_gib is not None:
-        ranks.on_all_ranks(lambda: check_copy_fits(sharded, rollout.copy_gib, common, in_process=in_process))
+        ranks.on_all_ranks(lambda: check_copy_fits(model, rollout.copy_gib, common, in_process=in_process))
     if isinstance(engine, InProcessEngine):
-        free = free_bytes(sharded.setting.world) - _expected_bytes(sharded, common, trains=trains, others=companions)
-        tokens = context + _most_sampled(sharded, rollout)
+        free = free_bytes(model.run.world) - _expected_bytes(model, common, trains=trains, others=companions)
+        tokens = context + _most_sampled(model, rollout)
         if not planned:
-            ranks.on_all_ranks(lambda: refuse_no_room(sharded, tokens, free))
-        elif completion_bytes(sharded, tokens) > free:
+            ranks.on_all_ranks(lambda: refuse_no_room(model, tokens, free))
+        elif completion_bytes(model, tokens) > free:
             free = sys.maxsize  # what the run would take, had it the memory
-        engine.block_limit = min(ranks.gather(cache_blocks(sharded, rollout.rows, tokens, free)))
-        engine.block_room = min(ranks.gather(blocks_with_room(sharded, free)))
+        engine.block_limit = min(ranks.gather(cache_blocks(model, rollout.rows, tokens, free)))
+        engine.block_room = min(ranks.gather(blocks_with_room(model, free)))
         engine.submit([], rollout)  # how its steps are tried before the first rollout
         engine.longest = tokens  # a row that was paused begins with what it has drawn
 
 
-def _most_sampled(sharded: ShardedModel, rollout: EngineConfig) -> int:
+def _most_sampled(model: Model, rollout: EngineConfig) -> int:
     """Return the most tokens of a completion, those of evaluations included."""
-    sampling = getattr(sharded.setting.config.evaluation, "sampling", None)
+    sampling = getattr(model.run.config.evaluation, "sampling", None)
     return max(rollout.max_new_tokens, (sampling and sampling.max_new_tokens) or 0)
 
 
@@ -90,83 +90,83 @@ _STATE_SIZES = {"adamw_bf16": 3.0, "adamw_8bit": 0.51, "adamw_fp8": 0.51, "adamw
 """Bytes of an optimizer's state for each byte of the parameters that it updates; two for all other optimizers."""
 
 
-def _expected_bytes(sharded: ShardedModel, common: int, *, trains: bool, others: Iterable[ShardedModel] = ()) -> int:
+def _expected_bytes(model: Model, common: int, *, trains: bool, others: Iterable[Model] = ()) -> int:
     """Return what this rank's device will hold while completions are sampled, beside what it holds now.
 
     That is the copy of the weights, matrices laid out for decoding, and the states of optimizers. Gradients are freed
     before.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         common: From `shared_by_ranks`.
         trains: The policy has an optimizer.
         others: Further models that have one.
     """
-    copied = copy_bytes(sharded, common) + layout_bytes(sharded)
-    return copied + sum(map(_state_bytes, [*([sharded] if trains else []), *others]))
+    copied = copy_bytes(model, common) + layout_bytes(model)
+    return copied + sum(map(_state_bytes, [*([model] if trains else []), *others]))
 
 
-def _state_bytes(sharded: ShardedModel) -> int:
+def _state_bytes(model: Model) -> int:
     """Return what an optimizer's state will take on the device, unless it is there already or in host memory."""
-    config = sharded.setting.config
+    config = model.run.config
     residency = getattr(config, "residency", None)
     offloaded = "optimizer" in config.parallel.offloads or (residency is not None and residency.optimizer == "host")
-    has_state = any(getattr(getattr(sharded, "optimizer", None), "state", {}).values())
-    if has_state or (offloaded and sharded.setting.world.device.type != "cpu"):
+    has_state = any(getattr(getattr(model, "optimizer", None), "state", {}).values())
+    if has_state or (offloaded and model.run.world.device.type != "cpu"):
         return 0
-    trained = sum(local_part(value).nbytes for value in sharded.model.parameters() if value.requires_grad)
+    trained = sum(local_part(value).nbytes for value in model.module.parameters() if value.requires_grad)
     return int(_STATE_SIZES.get(config.optim.kind, 2.0) * trained)
 
 
-def limit_blocks(engine: RolloutEngine, sharded: ShardedModel) -> None:
+def limit_blocks(engine: RolloutEngine, model: Model) -> None:
     """Let an engine that has its weights, and that no run keeps, have as many blocks as there is memory for now."""
     if isinstance(engine, InProcessEngine):
-        room = blocks_with_room(sharded, free_bytes(sharded.setting.world))
-        engine.block_limit = max(1, min(sharded.setting.ranks.gather(room)))
+        room = blocks_with_room(model, free_bytes(model.run.world))
+        engine.block_limit = max(1, min(model.run.ranks.gather(room)))
 
 
-def block_bytes(sharded: ShardedModel) -> int:
+def block_bytes(model: Model) -> int:
     """Return the most that keys and values of a block take, in all layers; those that models compress take less."""
-    text, dtype = sharded.origin.skeleton.config.get_text_config(), getattr(torch, sharded.plan.compute_dtype)
+    text, dtype = model.blueprint.skeleton.config.get_text_config(), getattr(torch, model.plan.compute_dtype)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    sizes = max(sum(sizes) for sizes in head_sizes(sharded.origin.skeleton))
-    recurrent = sharded.origin.family.recurrent
-    layers = attention_layers(sharded.origin.skeleton) if recurrent else layers_in(sharded.origin.skeleton)
+    sizes = max(sum(sizes) for sizes in head_sizes(model.blueprint.skeleton))
+    recurrent = model.blueprint.family.recurrent
+    layers = attention_layers(model.blueprint.skeleton) if recurrent else layers_in(model.blueprint.skeleton)
     return int(max(1, layers) * BLOCK_SIZE * heads * sizes * dtype.itemsize)
 
 
-def blocks_with_room(sharded: ShardedModel, free: int) -> int:
+def blocks_with_room(model: Model, free: int) -> int:
     """Return how many blocks this rank has memory for, of so many bytes that are free."""
-    return int(max(0, free) * _SHARE) // block_bytes(sharded)
+    return int(max(0, free) * _SHARE) // block_bytes(model)
 
 
-def cache_blocks(sharded: ShardedModel, rows: int, tokens: int, free: int) -> int:
+def cache_blocks(model: Model, rows: int, tokens: int, free: int) -> int:
     """Return how many blocks this rank has: those of all rows at their longest, or what there is memory for.
 
     Those of one row it has in any case. Where layers are recurrent it is all that there is memory for, since rows have
     states there too.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         rows: Most completions that are decoded together.
         tokens: Most tokens of a completion and what it follows.
         free: Bytes that are free.
     """
     row = _blocks_of_row(tokens)
-    blocks = max(row, blocks_with_room(sharded, free))
-    return blocks if sharded.origin.family.recurrent else min(blocks, row * rows)
+    blocks = max(row, blocks_with_room(model, free))
+    return blocks if model.blueprint.family.recurrent else min(blocks, row * rows)
 
 
-def completion_bytes(sharded: ShardedModel, tokens: int) -> int:
+def completion_bytes(model: Model, tokens: int) -> int:
     """Return the bytes of keys and values of a completion that has so many tokens with what it follows."""
-    return _blocks_of_row(tokens) * block_bytes(sharded)
+    return _blocks_of_row(tokens) * block_bytes(model)
 
 
-def refuse_no_room(sharded: ShardedModel, tokens: int, free: int) -> None:
+def refuse_no_room(model: Model, tokens: int, free: int) -> None:
     """Refuse a policy for whose longest completion there is no memory.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         tokens: Most tokens of a completion and what it follows.
         free: Bytes that are free, less those that weights and the optimizer's state will take; negative if those
             alone find no room.
@@ -174,12 +174,12 @@ def refuse_no_room(sharded: ShardedModel, tokens: int, free: int) -> None:
     Raises:
         ConfigError: There is no room for one completion.
     """
-    needed = completion_bytes(sharded, tokens)
+    needed = completion_bytes(model, tokens)
     if needed > free:
         room = f"has {size_words(free)}" if free >= 0 else f"lacks {size_words(-free)}"
         raise ConfigError(
             f"rollout: keys and values of one completion take {size_words(needed)} where it and its prompt have "
-            f"{tokens} tokens (data.max_length), and rank {sharded.setting.world.rank} {room} beside the weights, "
+            f"{tokens} tokens (data.max_length), and rank {model.run.world.rank} {room} beside the weights, "
             "their copy for sampling and the optimizer's state. Set fewer tokens, use a smaller model, more ranks or "
             "devices with more memory; `holdfast plan` lists what takes memory, and what to turn."
         )
@@ -190,20 +190,20 @@ def _blocks_of_row(tokens: int) -> int:
     return Blocks(BLOCK_SIZE).needed(tokens + CHECKED_STEPS) + 1
 
 
-def settle_blocks(sharded: ShardedModel, engine: InProcessEngine, room: int) -> None:
+def settle_blocks(model: Model, engine: InProcessEngine, room: int) -> None:
     """Give an engine the blocks of its run: what it was continued with if there is room, else its own.
 
     Args:
-        sharded: The policy, whose state notes them.
+        model: The policy, whose state notes them.
         engine: As it was opened, or as this function left it.
         room: Blocks that every rank has memory for.
     """
-    opened, saved = engine.block_limit, sharded.state.cache_blocks
+    opened, saved = engine.block_limit, model.state.cache_blocks
     if opened is None or saved == opened:
         return
     blocks = min(saved, room) if saved else opened
-    engine.block_limit = sharded.state.cache_blocks = blocks
-    if not sharded.setting.world.is_first or sharded.origin.family.recurrent:
+    engine.block_limit = model.state.cache_blocks = blocks
+    if not model.run.world.is_first or model.blueprint.family.recurrent:
         return  # blocks of models with recurrent layers are all that there is room for, whatever rows need
     if saved > room:
         print(
@@ -221,21 +221,21 @@ def settle_blocks(sharded: ShardedModel, engine: InProcessEngine, room: int) -> 
     if blocks >= room:
         print(
             f"rollouts: keys and values have room for {blocks * BLOCK_SIZE:,} tokens, "
-            f"{size_words(blocks * block_bytes(sharded))}; completions for which there is none wait",
+            f"{size_words(blocks * block_bytes(model))}; completions for which there is none wait",
             flush=True,
         )
 
 
-def shared_by_ranks(sharded: ShardedModel) -> int:
+def shared_by_ranks(model: Model) -> int:
     """Return how many bytes of weights all ranks sample over together; all of them call this together."""
-    return common_bytes(sharded.model, sharded.setting.ranks, getattr(torch, sharded.plan.compute_dtype))
+    return common_bytes(model.module, model.run.ranks, getattr(torch, model.plan.compute_dtype))
 
 
-def check_copy_fits(sharded: ShardedModel, budget_gib: float | None, common: int, *, in_process: bool) -> None:
+def check_copy_fits(model: Model, budget_gib: float | None, common: int, *, in_process: bool) -> None:
     """Refuse rollouts that would run out of memory in step 1; else say what they take.
 
     Args:
-        sharded: The policy, on its device already.
+        model: The policy, on its device already.
         budget_gib: Most that sampling may take; None for what is free now.
         common: From `shared_by_ranks`.
         in_process: Whether our own decoding samples, and not transformers' `generate`.
@@ -243,13 +243,13 @@ def check_copy_fits(sharded: ShardedModel, budget_gib: float | None, common: int
     Raises:
         ConfigError: Sampling takes more.
     """
-    dtype = sharded.plan.compute_dtype
-    copied = copy_bytes(sharded, common)
-    laid_out = layout_bytes(sharded) if in_process else 0
+    dtype = model.plan.compute_dtype
+    copied = copy_bytes(model, common)
+    laid_out = layout_bytes(model) if in_process else 0
     needed = copied + laid_out
     world, breakdown = (
-        sharded.setting.world,
-        _memory_breakdown(copied, -(-common // sharded.setting.ranks.size), laid_out, dtype),
+        model.run.world,
+        _memory_breakdown(copied, -(-common // model.run.ranks.size), laid_out, dtype),
     )
     budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
@@ -265,27 +265,27 @@ def check_copy_fits(sharded: ShardedModel, budget_gib: float | None, common: int
         print(f"rollouts: {breakdown}, on every rank", flush=True)
 
 
-def copy_bytes(sharded: ShardedModel, common: int) -> int:
+def copy_bytes(model: Model, common: int) -> int:
     """Return what a rank's copy takes besides the policy itself, of which sampling reads what has the right dtype.
 
     Of the `common` bytes that all ranks share, a rank has its part.
     """
-    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-    plan = sharded.plan
+    dtype: torch.dtype = getattr(torch, model.plan.compute_dtype)
+    plan = model.plan
     unsharded = not plan.sharded or (plan.shard == 1 and not plan.cpu_offload)
-    if unsharded and sharded.setting.config.model.lora is None:
-        numbers = sum(value.numel() for value in sharded.model.parameters() if value.dtype != dtype)
+    if unsharded and model.run.config.model.lora is None:
+        numbers = sum(value.numel() for value in model.module.parameters() if value.dtype != dtype)
     else:
-        numbers = sum(value.numel() for value in sharded.origin.skeleton.parameters())
-    return int(numbers) * dtype.itemsize - common + -(-common // sharded.setting.ranks.size)
+        numbers = sum(value.numel() for value in model.blueprint.skeleton.parameters())
+    return int(numbers) * dtype.itemsize - common + -(-common // model.run.ranks.size)
 
 
-def layout_bytes(sharded: ShardedModel) -> int:
+def layout_bytes(model: Model) -> int:
     """Return what decoding takes on the CPU for matrices that it lays out anew while the first ones stay."""
-    if sharded.setting.world.device.type != "cpu":
+    if model.run.world.device.type != "cpu":
         return 0
-    layers = [layer for layer in sharded.origin.skeleton.modules() if type(layer) is nn.Linear]
-    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    layers = [layer for layer in model.blueprint.skeleton.modules() if type(layer) is nn.Linear]
+    dtype: torch.dtype = getattr(torch, model.plan.compute_dtype)
     return sum(int(layer.weight.numel()) for layer in layers) * dtype.itemsize
 
 

@@ -1,8 +1,8 @@
 """The records that make up a run. They hold data and do little; steps are functions that take them as arguments.
 
-A `Setting` has the configuration, the ranks and the log; nothing in it is trained. A `ShardedModel` adds a model, and a
-`Trained` model the optimizer and counters that `train_step` updates. An `Evaluation` has a model, its loss and its
-evaluation sets. A `Run` has a `Trained` model, an `Evaluation` and a stream of batches.
+A `Run` has the configuration, the folder, the ranks and the log. A `Model` adds a module with its plan and counters, and
+an optimizer where `train_step` updates it. An `Evaluation` has a model, its loss and its evaluation sets. A `Training`
+has an evaluation of the model that is trained, and a stream of batches.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ConfiguredRun:
 
 
 @dataclass(kw_only=True)
-class Setting(ConfiguredRun):
+class Run(ConfiguredRun):
     """The configuration of a run, its process and ranks, and its log."""
 
     world: World
@@ -98,7 +98,7 @@ class Setting(ConfiguredRun):
     and without the check before step 1. None in a run."""
 
     @classmethod
-    def of(cls, config: TrainingConfig, base: Path, world: World) -> Setting:
+    def of(cls, config: TrainingConfig, base: Path, world: World) -> Run:
         """Return a setting with a group of its own; all ranks call this together."""
         return cls(config=config, base=base, world=world, ranks=RankGroup(config.launch.timeout_minutes))
 
@@ -185,42 +185,47 @@ class EvaluationSet:
 
 
 @dataclass(kw_only=True)
-class ShardedModel:
-    """A sharded model with its blueprint, plan and setting."""
+class Model:
+    """A model on its ranks: module, plan, blueprint and counters, and what updates it where it is trained.
 
-    setting: Setting
-    origin: Blueprint
+    `begin.trained` gives a model the optimizer and all fields behind it; a frozen model has the defaults.
+    """
+
+    run: Run
+    blueprint: Blueprint
     plan: ShardPlan
-    model: PolicyModel
+    module: PolicyModel
     temperature: float = 1.0
     """Sampling temperature, by which logits are divided before log-probabilities are computed."""
     state: TrainState = field(default_factory=TrainState)
     forms: Forms = field(default_factory=Forms)
-    """Optional forms of what it computes."""
+    """Optional forms of its computations."""
     holds_averages: bool = False
     """Whether the parameters hold the averaged weights at the moment."""
-
-
-@dataclass(kw_only=True)
-class Trained(ShardedModel):
-    """A model that is trained, with its optimizer, averages and counters."""
-
-    optimizer: Optimizer
-    averages: Averages | None
+    optimizer: Optimizer | None = None
+    """None where the model is frozen."""
+    averages: Averages | None = None
     """Averages of the trained weights (`optim.ema`), if the run keeps some."""
-    parameters: Mapping[str, nn.Parameter]
-    """Sharded parameters, by canonical name."""
-    total_steps: int | None
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """Sharded parameters of a trained model, by canonical name."""
+    total_steps: int | None = None
     """Updates of the whole run; None if a clock or the data's end stops it."""
-    cost: ModelCost
+    cost: ModelCost | None = None
+    """Operations of a token, where they are counted."""
     host_offload: HostOffload = field(default_factory=HostOffload)
     """Tensors of this model and of its companions that are offloaded to host memory."""
     host_steps: HostSteps | None = None
-    """What makes the optimizer's steps in host memory, where its state is offloaded without the parameters."""
+    """Steps of the optimizer in host memory, where its state is offloaded without the parameters."""
     following: FollowingModel | None = None
     """The reference policy, where it follows the weights."""
     updating: bool = False
     """Whether an update is in progress or was interrupted, so that tensors may belong to two different steps."""
+
+    @property
+    def updater(self) -> Optimizer:
+        """The optimizer of a model that is trained."""
+        assert self.optimizer is not None
+        return self.optimizer
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -229,22 +234,22 @@ class Trained(ShardedModel):
         was_updating, self.updating = self.updating, True  # the model meanwhile holds the weights of no step
         self.holds_averages = True
         try:
-            with self.averages.in_place(sharded_parameters(self.model)):
+            with self.averages.in_place(sharded_parameters(self.module)):
                 yield
-                sharded_parameters(self.model)  # units that the block gathered hold averages
+                sharded_parameters(self.module)  # units that the block gathered hold averages
         finally:
             self.updating, self.holds_averages = was_updating, False
 
     @property
     def rate_on_plateau(self) -> float:
         """The factor by which plateaus have lowered the rate so far."""
-        schedule = self.setting.config.optim.schedule
+        schedule = self.run.config.optim.schedule
         return self.state.watched.get(PLATEAU_FACTOR, 1.0) if isinstance(schedule, PlateauSchedule) else 1.0
 
     def restore(self, *names: str) -> None:
         """Bring parts of what is offloaded back, all where none is named."""
         if self.host_offload.parts.intersection(names or self.host_offload.parts):
-            with self.setting.phase("from_host"):
+            with self.run.phase("from_host"):
                 self.host_offload.restore(*names)
 
 
@@ -252,7 +257,7 @@ class Trained(ShardedModel):
 class Evaluation:
     """A model, its loss, and its evaluation sets."""
 
-    sharded: ShardedModel
+    model: Model
     objective: Objective
     sets: Sequence[EvaluationSet] = ()
 
@@ -274,10 +279,10 @@ class AheadOfStep(Protocol):
 
 
 @dataclass(kw_only=True)
-class Run:
+class Training:
     """The parts of every run: a trained model, its evaluation, and the stream of its batches."""
 
-    trained: Trained
+    model: Model
     evaluation: Evaluation
     """Of the trained model."""
     stream: StreamAhead[Any]
@@ -288,7 +293,7 @@ class Run:
     """Hashes of what a checkpoint relies on and does not hold."""
     image_rules: Mapping[str, Any] = field(default_factory=dict)
     """What the model's processor was found to make of images; empty where no row may have one."""
-    companions: dict[str, Trained] = field(default_factory=dict)
+    companions: dict[str, Model] = field(default_factory=dict)
     """Further trained models by name, which is also the prefix of their tensors in checkpoints."""
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files of every checkpoint, filled at the first save."""
@@ -296,39 +301,39 @@ class Run:
     """Results for the next step that are computed while a step updates; None if there are none."""
 
     @property
-    def setting(self) -> Setting:
+    def run(self) -> Run:
         """Where the run takes place."""
-        return self.trained.setting
+        return self.model.run
 
     @property
     def saved_companions(self) -> dict[str, Companion]:
         """What checkpoints hold besides the run's own model, by name."""
-        trained = self.trained
+        model = self.model
         companions = {
-            name: Companion(companion.model, companion.optimizer) for name, companion in self.companions.items()
+            name: Companion(companion.module, companion.optimizer) for name, companion in self.companions.items()
         }
-        if trained.following is not None:
-            names = {name for name, value in sharded_parameters(trained.model).items() if value.requires_grad}
-            companions[REFERENCE_POLICY] = Companion(trained.following.model, None, names)
+        if model.following is not None:
+            names = {name for name, value in sharded_parameters(model.module).items() if value.requires_grad}
+            companions[REFERENCE_POLICY] = Companion(model.following.model, None, names)
         return companions
 
     @property
     def finished(self) -> bool:
         """Whether no step is left."""
-        total = self.trained.total_steps
-        return total is not None and self.trained.state.step >= total
+        total = self.model.total_steps
+        return total is not None and self.model.state.step >= total
 
     @property
     def is_whole(self) -> bool:
         """Whether all tensors are of one step: no update is being made, here or of a companion in the same step."""
-        step = self.trained.state.step
+        step = self.model.state.step
         return not (
-            self.trained.updating
+            self.model.updating
             or any(companion.updating and companion.state.step == step for companion in self.companions.values())
         )
 
 
-def say(run: Run, *lines: str) -> None:
+def say(training: Training, *lines: str) -> None:
     """Print on rank 0."""
-    if run.setting.world.is_first and lines:
+    if training.run.world.is_first and lines:
         print(*lines, sep="\n", flush=True)

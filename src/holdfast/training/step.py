@@ -24,7 +24,7 @@ from holdfast.optim.clipping import clip_factor, scale, step_unless_skipped, tak
 from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
-from holdfast.training.run import Trained
+from holdfast.training.run import Model
 from holdfast.types import Batch, HostCopy, LossSum, MiniBatch
 
 
@@ -46,7 +46,7 @@ class StartedUpdate:
     The counters of skipped updates count it when it is read; updates are read in their order.
     """
 
-    trained: Trained
+    model: Model
     numbers: HostCopy
     """Total and denominator of each sum, and what routers sent to experts."""
     names: tuple[str, ...]
@@ -65,20 +65,20 @@ class StartedUpdate:
         Raises:
             RunStopped: Too many updates in a row were skipped.
         """
-        trained, state = self.trained, self.trained.state
-        with nullcontext() if self.numbers.is_read else trained.setting.phase("optimizer"):
+        model, state = self.model, self.model.state
+        with nullcontext() if self.numbers.is_read else model.run.phase("optimizer"):
             values = self.numbers.read().tolist()
         sums = {name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(self.names)}
         norm = math.sqrt(sums.pop(_NORM)[0])
         made = _is_made(norm)
         if not self.ends_step:
-            trained.updating = self.was_updating or made
+            model.updating = self.was_updating or made
         if made or norm == 0.0:
             state.skipped_in_a_row = 0
         else:
             state.skipped_steps += 1
             state.skipped_in_a_row += 1
-        if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
+        if state.skipped_in_a_row >= model.run.config.optim.max_nonfinite_steps:
             raise RunStopped(
                 f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
                 f"{self.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
@@ -102,7 +102,7 @@ _LOADS = ("router/load_max", "router/load_min", "router/idle_experts")
 
 
 def train_step(
-    trained: Trained,
+    model: Model,
     mini_batch: MiniBatch,
     objective: Objective,
     *,
@@ -112,7 +112,7 @@ def train_step(
     """Make one update of a model, and wait for its numbers.
 
     Args:
-        trained: The model to update.
+        model: The model to update.
         mini_batch: The micro-batches of the update.
         objective: The loss.
         source_names: Data sources whose losses are reported separately, if there are several.
@@ -125,11 +125,11 @@ def train_step(
     Raises:
         RunStopped: Too many updates in a row were skipped.
     """
-    return start_step(trained, mini_batch, objective, source_names=source_names, ends_step=ends_step).read()
+    return start_step(model, mini_batch, objective, source_names=source_names, ends_step=ends_step).read()
 
 
 def start_step(
-    trained: Trained,
+    model: Model,
     mini_batch: MiniBatch,
     objective: Objective,
     *,
@@ -137,29 +137,29 @@ def start_step(
     ends_step: bool = True,
 ) -> StartedUpdate:
     """Make one update as `train_step` does, without waiting for its numbers where the optimizer does not need them."""
-    factor = learning_rate_factor(trained.setting.config.optim.schedule, trained.state.step, trained.total_steps)
-    factor *= trained.rate_on_plateau
-    group_rates = set_learning_rates(trained.optimizer, factor)
-    rates = {"learning_rate": trained.setting.config.optim.lr * factor}
+    factor = learning_rate_factor(model.run.config.optim.schedule, model.state.step, model.total_steps)
+    factor *= model.rate_on_plateau
+    group_rates = set_learning_rates(model.updater, factor)
+    rates = {"learning_rate": model.run.config.optim.lr * factor}
     rates |= {f"learning_rate/{group}": rate for group, rate in group_rates.items()}
     denominator = mini_batch.count if mini_batch.count > 0 else 1.0
     sums: dict[str, Tensor] = {}
     sent: Tensor | None = None
     logprobs: list[Tensor] = []
-    router_loads = loads_before(trained, mini_batch)
-    trained.setting.log.batches += mini_batch.micro_batches
-    with trained.setting.phase("forward_backward"):
+    router_loads = loads_before(model, mini_batch)
+    model.run.log.batches += mini_batch.micro_batches
+    with model.run.phase("forward_backward"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             last = index == len(mini_batch.micro_batches) - 1
-            set_last_micro_batch(trained.model, trained.plan, first=index == 0, last=last)
-            if trained.host_steps is not None:
-                trained.host_steps.start_micro_batch(first=index == 0, last=last)
-            batch = to_device(micro_batch, trained.setting.world.device)
-            output = trained.model(
+            set_last_micro_batch(model.module, model.plan, first=index == 0, last=last)
+            if model.host_steps is not None:
+                model.host_steps.start_micro_batch(first=index == 0, last=last)
+            batch = to_device(micro_batch, model.run.world.device)
+            output = model.module(
                 batch,
                 objective,
-                temperature=trained.temperature,
-                entropy=trained.setting.config.metrics.entropy,
+                temperature=model.temperature,
+                entropy=model.run.config.metrics.entropy,
                 router_loads=router_loads,
             )
             assert isinstance(output, LossSum)
@@ -172,74 +172,74 @@ def start_step(
             if output.router_loads is not None:
                 sent = output.router_loads if sent is None else sent + output.router_loads
     loads = extreme_loads(sent)
-    trained.restore()
-    host = trained.host_steps
-    with trained.setting.phase("optimizer"), nullcontext() if host is None else host.in_place(trained.optimizer):
-        started = _update(trained, sums, loads, mini_batch, ends_step=ends_step)
-    started.known = {**rates, "num_tokens": float(trained.state.tokens), **mini_batch.metrics}
+    model.restore()
+    host = model.host_steps
+    with model.run.phase("optimizer"), nullcontext() if host is None else host.in_place(model.updater):
+        started = _update(model, sums, loads, mini_batch, ends_step=ends_step)
+    started.known = {**rates, "num_tokens": float(model.state.tokens), **mini_batch.metrics}
     started.logprobs = tuple(logprobs)
     return started
 
 
 def _update(
-    trained: Trained, sums: dict[str, Tensor], loads: Tensor | None, mini_batch: MiniBatch, *, ends_step: bool
+    model: Model, sums: dict[str, Tensor], loads: Tensor | None, mini_batch: MiniBatch, *, ends_step: bool
 ) -> StartedUpdate:
-    parameters = [parameter for group in trained.optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in model.updater.param_groups for parameter in group["params"]]
     give_zero_gradients(parameters)
     gradients = local_gradients(parameters)
-    device = trained.setting.world.device
+    device = model.run.world.device
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
-    squares = squared_norm(gradients, device) / trained.plan.replicate
+    squares = squared_norm(gradients, device) / model.plan.replicate
     reduced = reduce_sums({**sums, _NORM: ratio(squares, 0.0)}, device)
-    state, was_updating = trained.state, trained.updating
+    state, was_updating = model.state, model.updating
     values = torch.stack(list(reduced.values())).flatten()
     values = values if loads is None else torch.cat([values, loads])
-    numbers = _make(trained, parameters, gradients, values, 2 * list(reduced).index(_NORM))
-    trained.optimizer.zero_grad(set_to_none=True)
+    numbers = _make(model, parameters, gradients, values, 2 * list(reduced).index(_NORM))
+    model.updater.zero_grad(set_to_none=True)
     state.updates += 1
     if ends_step:
-        _end_step(trained)
+        _end_step(model)
     state.tokens += mini_batch.tokens
     state.samples += mini_batch.samples
-    return StartedUpdate(trained, numbers, tuple(reduced), {}, state.step, ends_step, was_updating)
+    return StartedUpdate(model, numbers, tuple(reduced), {}, state.step, ends_step, was_updating)
 
 
 def _make(
-    trained: Trained, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], values: Tensor, norm_index: int
+    model: Model, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], values: Tensor, norm_index: int
 ) -> HostCopy:
     """Make an update unless it is skipped, and let averages follow it; return its numbers, on their way to the host.
 
     Args:
-        trained: The model.
+        model: The model.
         parameters: Those of its optimizer.
         gradients: This rank's shards of them.
         values: The numbers, over all ranks.
         norm_index: Index of the squared gradient norm in them.
     """
-    device, clip_norm, skipped = trained.setting.world.device, trained.setting.config.optim.clip_norm, None
-    if takes_tensors(trained.optimizer, parameters, device):
-        trained.updating = True
-        skipped = step_unless_skipped(trained.optimizer, values[norm_index].sqrt(), clip_norm)
-        _write_back(trained)
+    device, clip_norm, skipped = model.run.world.device, model.run.config.optim.clip_norm, None
+    if takes_tensors(model.updater, parameters, device):
+        model.updating = True
+        skipped = step_unless_skipped(model.updater, values[norm_index].sqrt(), clip_norm)
+        _write_back(model)
     numbers = HostCopy(values, _WAIT)
     if skipped is not None and device.type != "cpu":
-        if trained.averages is not None:
-            trained.averages.update(trained.parameters, trained.state.step, skipped)
+        if model.averages is not None:
+            model.averages.update(model.parameters, model.state.step, skipped)
         return numbers
     norm = math.sqrt(numbers.read()[norm_index])  # the host needs it, or has it without waiting
     if skipped is None and _is_made(norm):
         scale(gradients, clip_factor(norm, clip_norm))
-        trained.updating = True
-        trained.optimizer.step()
-        _write_back(trained)
-    if trained.averages is not None and _is_made(norm):
-        trained.averages.update(trained.parameters, trained.state.step)
+        model.updating = True
+        model.updater.step()
+        _write_back(model)
+    if model.averages is not None and _is_made(norm):
+        model.averages.update(model.parameters, model.state.step)
     return numbers
 
 
-def _write_back(trained: Trained) -> None:
-    if trained.host_steps is not None:
-        trained.host_steps.write_back()
+def _write_back(model: Model) -> None:
+    if model.host_steps is not None:
+        model.host_steps.write_back()
 
 
 _WAIT = "sums and gradient norm of an update"
@@ -250,16 +250,16 @@ def _is_made(norm: float) -> bool:
     return norm > 0.0 and math.isfinite(norm)
 
 
-def _end_step(trained: Trained) -> None:
+def _end_step(model: Model) -> None:
     """Count a step and let the reference follow, before a checkpoint can be taken."""
-    following, step = trained.following, trained.state.step + 1
+    following, step = model.following, model.state.step + 1
     due = following is not None and following.is_due(step)
-    trained.updating |= due  # from here on, and until it has followed, the reference is of another step than the count
-    trained.state.step = step
+    model.updating |= due  # from here on, and until it has followed, the reference is of another step than the count
+    model.state.step = step
     if due:
         assert following is not None
-        following.follow(sharded_parameters(trained.model), trained.state.step)
-    trained.updating = False
+        following.follow(sharded_parameters(model.module), model.state.step)
+    model.updating = False
 
 
 def _by_source(source_names: Sequence[str], batch: Batch, output: LossSum) -> dict[str, Tensor]:
@@ -276,7 +276,7 @@ def _by_source(source_names: Sequence[str], batch: Batch, output: LossSum) -> di
     return {f"nll/{name}": totals[:, number] for name, number in index.items()}
 
 
-def loads_before(trained: Trained, mini_batch: MiniBatch) -> Tensor | None:
+def loads_before(model: Model, mini_batch: MiniBatch) -> Tensor | None:
     """Return [E] what the router loss of an update needs to know of all its sequences; None where it needs nothing.
 
     For `global` that is one more forward pass of every micro-batch; all ranks call this together.
@@ -284,23 +284,23 @@ def loads_before(trained: Trained, mini_batch: MiniBatch) -> Tensor | None:
     Raises:
         ConfigError: The router loss `batch` meets an update of several micro-batches, which was not accepted.
     """
-    loss, section = trained.model.router_loss, trained.setting.config.model.router_loss
+    loss, section = model.module.router_loss, model.run.config.model.router_loss
     if loss is None:
         return None
     several = len(mini_batch.micro_batches)
     if section.kind == "batch" and not section.allow_split and several > 1:
         raise ConfigError(
             f"model.router_loss: batch balances what one forward pass sees, and the update of step "
-            f"{trained.state.step + 1} takes {several} micro-batches, since rows gave more sequences than one each. "
+            f"{model.state.step + 1} takes {several} micro-batches, since rows gave more sequences than one each. "
             "Raise data.tokens_per_micro_batch, use router_loss: sequence or global, or accept that the result depends "
             "on the split: router_loss: {kind: batch, allow_split: true}."
         )
     if loss.kind != "global":
         return None
-    with trained.setting.phase("router_loads"):
+    with model.run.phase("router_loads"):
         tallies = []
         for micro_batch in mini_batch.micro_batches:
-            tally = trained.model.router_tally(to_device(micro_batch, trained.setting.world.device))
+            tally = model.module.router_tally(to_device(micro_batch, model.run.world.device))
             tallies.append(torch.cat([tally.choices.sum(0), tally.rows.sum()[None]]).double())
         total = add_over_ranks(torch.stack(tallies).sum(0))
     return global_loads(total[:-1], total[-1], mini_batch.count)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER
-from holdfast.training.run import PLATEAU_FACTOR, Run, Trained, TrainState
+from holdfast.training.run import PLATEAU_FACTOR, Model, Training, TrainState
 
 STOP, PLATEAU = "stop_when", "plateau"
 OWED = "evaluation_owed"
@@ -64,28 +64,30 @@ def _key(name: str, section: PatienceConfig) -> str:
     return f"{name}/{section.mode}/{section.metric}"
 
 
-def _followed(run: Run) -> Iterator[tuple[Trained, PatienceConfig]]:
+def _followed(training: Training) -> Iterator[tuple[Model, PatienceConfig]]:
     """Yield what follows a metric, with the model whose state says where the metric stands."""
-    if run.setting.config.stop_when is not None:
-        yield run.trained, run.setting.config.stop_when
-    for trained in (run.trained, *run.companions.values()):
-        schedule = trained.setting.config.optim.schedule
+    if training.run.config.stop_when is not None:
+        yield training.model, training.run.config.stop_when
+    for model in (training.model, *training.companions.values()):
+        schedule = model.run.config.optim.schedule
         if isinstance(schedule, PlateauSchedule):
-            yield trained, schedule
+            yield model, schedule
 
 
-def follows_steps(run: Run) -> bool:
+def follows_steps(training: Training) -> bool:
     """Return whether numbers of training steps, and not of evaluations alone, decide about the run."""
-    best = run.setting.config.checkpoint.export_best
-    metrics = [section.metric for _, section in _followed(run)] + ([] if best is None else [best.metric])
+    best = training.run.config.checkpoint.export_best
+    metrics = [section.metric for _, section in _followed(training)] + ([] if best is None else [best.metric])
     return not all(map(_is_evaluated, metrics))
 
 
-def watch_metric(run: Run, line: Mapping[str, float], *, due: bool = False, stopped: str | None = None) -> str | None:
+def watch_metric(
+    training: Training, line: Mapping[str, float], *, due: bool = False, stopped: str | None = None
+) -> str | None:
     """Take the numbers of a step, its evaluation included; all ranks call this together, and rank 0's numbers count.
 
     Args:
-        run: Whose state says where metrics stand.
+        training: Whose state says where metrics stand.
         line: The numbers.
         due: An evaluation belongs to this step. If the run stops, perhaps not all of it was made.
         stopped: Why the run stops for another reason.
@@ -93,51 +95,51 @@ def watch_metric(run: Run, line: Mapping[str, float], *, due: bool = False, stop
     Returns:
         Why the run stops now.
     """
-    state, followed = run.trained.state, list(_followed(run))
+    state, followed = training.model.state, list(_followed(training))
     if followed:
-        line = run.setting.ranks.agree(dict(line))
+        line = training.run.ranks.agree(dict(line))
     state.watched.pop(OWED, None)
     if not followed:
         return stopped
     names = [section.metric for _, section in followed]
     if due and stopped is not None:
-        line = _without_half_an_evaluation(run, names, line)
+        line = _without_half_an_evaluation(training, names, line)
     else:
-        _warn_of_missing(run, names, line)
-    for trained, section in followed:
+        _warn_of_missing(training, names, line)
+    for model, section in followed:
         if section.metric not in line:
             continue
         if isinstance(section, PlateauSchedule):
-            _reduce(trained, section, line[section.metric])
+            _reduce(model, section, line[section.metric])
         else:
             standing = after(section, standing_of(state, STOP, section), line[section.metric])
             _note(state, STOP, section, standing)
-    return stopped or reason_to_end(run)
+    return stopped or reason_to_end(training)
 
 
-def owe(run: Run, line: Mapping[str, float]) -> None:
+def owe(training: Training, line: Mapping[str, float]) -> None:
     """Watch the numbers of a step, and note that its evaluation is owed in case an error comes before it."""
-    watch_metric(run, line)
-    if any(_is_evaluated(section.metric) for _, section in _followed(run)):
-        run.trained.state.watched[OWED] = 1.0
+    watch_metric(training, line)
+    if any(_is_evaluated(section.metric) for _, section in _followed(training)):
+        training.model.state.watched[OWED] = 1.0
 
 
-def standings(run: Run) -> dict[str, dict[str, Any]]:
+def standings(training: Training) -> dict[str, dict[str, Any]]:
     """Return where all metrics stand, by the name of the model beside the run's own, which has none."""
-    return {name: dict(trained.state.watched) for name, trained in {"": run.trained, **run.companions}.items()}
+    return {name: dict(model.state.watched) for name, model in {"": training.model, **training.companions}.items()}
 
 
-def set_standings(run: Run, values: Mapping[str, Mapping[str, Any]]) -> None:
+def set_standings(training: Training, values: Mapping[str, Mapping[str, Any]]) -> None:
     """Let all metrics stand as `standings` had them."""
-    for name, trained in {"": run.trained, **run.companions}.items():
-        trained.state.watched = dict(values.get(name, trained.state.watched))
+    for name, model in {"": training.model, **training.companions}.items():
+        model.state.watched = dict(values.get(name, model.state.watched))
 
 
-def _without_half_an_evaluation(run: Run, names: list[str], line: Mapping[str, float]) -> Mapping[str, float]:
+def _without_half_an_evaluation(training: Training, names: list[str], line: Mapping[str, float]) -> Mapping[str, float]:
     """Return the numbers that count; the next start makes a whole evaluation of one that was left."""
     if all(name in line for name in names if _is_evaluated(name)):
         return line
-    run.trained.state.watched[OWED] = 1.0
+    training.model.state.watched[OWED] = 1.0
     return {name: value for name, value in line.items() if not _is_evaluated(name)}
 
 
@@ -145,19 +147,19 @@ def _is_evaluated(name: str) -> bool:
     return name.startswith("eval/")
 
 
-def _warn_of_missing(run: Run, names: list[str], line: Mapping[str, float]) -> None:
-    evaluated, first = any(map(_is_evaluated, line)), run.trained.state.step == 1
+def _warn_of_missing(training: Training, names: list[str], line: Mapping[str, float]) -> None:
+    evaluated, first = any(map(_is_evaluated, line)), training.model.state.step == 1
     for name in names:
         if name not in line and (evaluated if _is_evaluated(name) else first and not evaluated):
-            run.setting.log.messages.append(
+            training.run.log.messages.append(
                 f"warning: {name}, which stop_when or optim.schedule follows, was not measured at step "
-                f"{run.trained.state.step}; metrics.jsonl has the names of those that were"
+                f"{training.model.state.step}; metrics.jsonl has the names of those that were"
             )
 
 
-def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
+def _reduce(model: Model, schedule: PlateauSchedule, value: float) -> None:
     """Lower the rate if its metric has stopped improving; the next `cooldown` measurements are not counted."""
-    state, cooldown = trained.state, int(trained.state.watched.get(f"{PLATEAU}/resting", 0))
+    state, cooldown = model.state, int(model.state.watched.get(f"{PLATEAU}/resting", 0))
     standing = after(schedule, standing_of(state, PLATEAU, schedule), value)
     if cooldown:
         cooldown, standing = cooldown - 1, standing._replace(without=0)
@@ -167,9 +169,9 @@ def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
         cooldown, standing = schedule.cooldown, standing._replace(without=0)
         if factor < before:
             state.watched[PLATEAU_FACTOR] = factor
-            trained.setting.log.messages.append(
+            model.run.log.messages.append(
                 f"optim.schedule: {schedule.metric} has not improved on {standing.best:.6g}; the learning rate is "
-                f"{trained.setting.config.optim.lr * factor:.3g} from step {state.step + 1} on"
+                f"{model.run.config.optim.lr * factor:.3g} from step {state.step + 1} on"
                 if standing.best is not None
                 else f"optim.schedule: {schedule.metric} was no number; the rate falls by {schedule.factor:g}"
             )
@@ -177,10 +179,10 @@ def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
     state.watched[f"{PLATEAU}/resting"] = float(cooldown)
 
 
-def reason_to_end(run: Run) -> str | None:
+def reason_to_end(training: Training) -> str | None:
     """Return why the metric of `stop_when` ends the run at the step it stands at; None if it does not."""
-    section, state = run.setting.config.stop_when, run.trained.state
-    if section is None or state.step < run.setting.config.min_steps:
+    section, state = training.run.config.stop_when, training.model.state
+    if section is None or state.step < training.run.config.min_steps:
         return None
     standing = standing_of(state, STOP, section)
     if standing.without < section.patience:

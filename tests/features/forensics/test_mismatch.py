@@ -21,7 +21,7 @@ from holdfast.models.layers.cache_argument import cache_argument, cache_of
 from holdfast.models.layers.routers import routers_of
 from holdfast.parallel.mesh import joined_world
 from holdfast.rollout.local.replica import Replica
-from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.run import Model, Run
 from holdfast.training.setup.begin import Live, build_model
 from holdfast.types import Finish, Group, Prompt, Trajectory
 from tests.features.vllm.served import MODEL, served_tree
@@ -41,12 +41,12 @@ def warmer(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: fl
     return eager_attention_forward(module, query, key, value, mask, scaling=0.9 * scaling, **more)
 
 
-def policy(tmp_path: Path, world: Any, model: dict[str, Any]) -> ShardedModel:
+def policy(tmp_path: Path, world: Any, model: dict[str, Any]) -> Model:
     """Build a policy."""
     tree = served_tree(["http://127.0.0.1:9"], str(tmp_path))
     tree["model"]["config"] = model
     config = from_mapping(tree, GRPOConfig)
-    return build_model(Setting.of(config, tmp_path, world), Live(), lambda _: None)
+    return build_model(Run.of(config, tmp_path, world), Live(), lambda _: None)
 
 
 def groups(told: Callable[[torch.Tensor, int], torch.Tensor], tokens_from: int = 4) -> list[Group]:
@@ -84,22 +84,20 @@ def whole(model: Any, tokens: torch.Tensor, size: int) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, tokens[size:, None])[:, 0]
 
 
-def told_of(
-    sharded: ShardedModel, sampled: list[Group], earlier: Replica | None = None, **more: Any
-) -> tuple[str, list[Fit]]:
+def told_of(model: Model, sampled: list[Group], earlier: Replica | None = None, **more: Any) -> tuple[str, list[Fit]]:
     """Return the sentence, and what was tried, as `explain-mismatch` does."""
-    nothing, *ranked = fits(sharded, sampled, causes(1.0))
-    others = fits_without(sharded, sampled, at_temperature(1.0))
-    others += fits_elsewhere(sharded, sampled, at_temperature(1.0), earlier and (earlier, "step 3"), **more)
+    nothing, *ranked = fits(model, sampled, causes(1.0))
+    others = fits_without(model, sampled, at_temperature(1.0))
+    others += fits_elsewhere(model, sampled, at_temperature(1.0), earlier and (earlier, "step 3"), **more)
     tried = sorted([*ranked, *others], key=lambda fit: fit.mean)
     return verdict(tried, nothing, "float32"), tried
 
 
-def moved(sharded: ShardedModel) -> None:
+def moved(model: Model) -> None:
     """Change all weights, as updates do."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for value in sharded.model.parameters():
+        for value in model.module.parameters():
             value.add_(0.05 * torch.randn(value.shape, generator=draw))
 
 
@@ -110,19 +108,19 @@ def world() -> Any:
 
 
 def test_nothing_is_named_for_a_clean_pair(tmp_path: Path, world: Any) -> None:
-    sharded = policy(tmp_path, world, MODEL)
-    engine = plain_copy(sharded).model
+    model = policy(tmp_path, world, MODEL)
+    engine = plain_copy(model).model
 
-    words, _ = told_of(sharded, groups(lambda tokens, size: whole(engine, tokens, size)), plain_copy(sharded))
+    words, _ = told_of(model, groups(lambda tokens, size: whole(engine, tokens, size)), plain_copy(model))
 
     assert words.startswith("nothing to explain")
 
 
 def test_keys_and_values_of_older_weights_are_named(tmp_path: Path, world: Any) -> None:
-    sharded = policy(tmp_path, world, MODEL)
-    earlier = plain_copy(sharded)
-    moved(sharded)
-    present = plain_copy(sharded).model
+    model = policy(tmp_path, world, MODEL)
+    earlier = plain_copy(model)
+    moved(model)
+    present = plain_copy(model).model
 
     @torch.no_grad()
     def told(tokens: torch.Tensor, size: int) -> torch.Tensor:
@@ -130,48 +128,48 @@ def test_keys_and_values_of_older_weights_are_named(tmp_path: Path, world: Any) 
         logits = present(input_ids=tokens[None, 32:], **old).logits[0, size - 33 : -1].float()
         return logits.log_softmax(-1).gather(1, tokens[size:, None])[:, 0]
 
-    words, _ = told_of(sharded, groups(told), earlier)
+    words, _ = told_of(model, groups(told), earlier)
 
     assert words.startswith("prefix cache: keys and values of prompts are of step 3, whole blocks of 16 tokens:")
 
 
 def test_another_kernel_is_named(tmp_path: Path, world: Any) -> None:
     AttentionInterface.register("warmer", warmer)
-    sharded = policy(tmp_path, world, MODEL)
-    engine = plain_copy(sharded, attention="warmer").model
+    model = policy(tmp_path, world, MODEL)
+    engine = plain_copy(model, attention="warmer").model
 
     sampled = groups(lambda tokens, size: whole(engine, tokens, size))
-    words, _ = told_of(sharded, sampled, kernels=("eager", "sdpa", "warmer"))
+    words, _ = told_of(model, sampled, kernels=("eager", "sdpa", "warmer"))
 
     assert words.startswith("kernel: attention by transformers' warmer:"), words
 
 
 def test_computing_in_bfloat16_is_named(tmp_path: Path, world: Any) -> None:
-    sharded = policy(tmp_path, world, MODEL)
-    engine = plain_copy(sharded, torch.bfloat16).model
+    model = policy(tmp_path, world, MODEL)
+    engine = plain_copy(model, torch.bfloat16).model
 
-    words, _ = told_of(sharded, groups(lambda tokens, size: whole(engine, tokens, size)))
+    words, _ = told_of(model, groups(lambda tokens, size: whole(engine, tokens, size)))
 
     assert words.startswith("dtype: computed in bfloat16:"), words
 
 
 def test_tokens_that_end_completions_are_named(tmp_path: Path, world: Any) -> None:
-    sharded = policy(tmp_path, world, MODEL)
-    engine = plain_copy(sharded).model
+    model = policy(tmp_path, world, MODEL)
+    engine = plain_copy(model).model
 
     def told(tokens: torch.Tensor, size: int) -> torch.Tensor:
         logprobs = whole(engine, tokens, size)
         logprobs[-1] = -9.0
         return logprobs
 
-    words, _ = told_of(sharded, groups(told))
+    words, _ = told_of(model, groups(told))
 
     assert words.startswith("stop tokens: all but the tokens that end completions agree:"), words
 
 
 def test_tokens_that_were_encoded_again_are_named(tmp_path: Path, world: Any) -> None:
-    sharded = policy(tmp_path, world, MODEL)
-    engine, tokenizer = plain_copy(sharded).model, sharded.origin.tokenizer
+    model = policy(tmp_path, world, MODEL)
+    engine, tokenizer = plain_copy(model).model, model.blueprint.tokenizer
     unknown = [token for token in range(64) if tokenizer.encode(tokenizer.decode([token])) != [token]]
 
     def told(tokens: torch.Tensor, size: int) -> torch.Tensor:
@@ -184,14 +182,14 @@ def test_tokens_that_were_encoded_again_are_named(tmp_path: Path, world: Any) ->
         trajectory = group.trajectories[0]
         trajectory.tokens[45] = unknown[0]
         trajectory.sampler_logprobs[40:] = told(torch.from_numpy(trajectory.tokens), 40).numpy()
-    words, _ = told_of(sharded, sampled)
+    words, _ = told_of(model, sampled)
 
     assert words.startswith("re-encoding: all completions agree whose text is cut into the same tokens again:"), words
 
 
 def test_tokens_near_a_tie_of_experts_are_named(tmp_path: Path, world: Any) -> None:
-    sharded = policy(tmp_path, world, EXPERTS)
-    engine, low = plain_copy(sharded), plain_copy(sharded, torch.bfloat16)
+    model = policy(tmp_path, world, EXPERTS)
+    engine, low = plain_copy(model), plain_copy(model, torch.bfloat16)
     routers = [routers_of(each.model)[0][0] for each in (engine, low)]
     chosen: list[torch.Tensor] = []
     for router in routers:
@@ -204,6 +202,6 @@ def test_tokens_near_a_tie_of_experts_are_named(tmp_path: Path, world: Any) -> N
         near_a_tie = (chosen[0] != chosen[1]).any(-1)[size - 1 : -1]
         return torch.where(near_a_tie, logprobs - 1.0, logprobs)
 
-    words, _ = told_of(sharded, groups(told))
+    words, _ = told_of(model, groups(told))
 
     assert words.startswith("routing: all but tokens whose experts change by rounding agree:"), words

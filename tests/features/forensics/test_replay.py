@@ -12,7 +12,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.features.forensics.replay import _Rebuilt
 from holdfast.parallel.mesh import World
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 from holdfast.training.setup.begin import build_run
 from tests.checkpoint.test_used_bytes import CountingStorage
 from tests.crash.runs import values_of
@@ -23,11 +23,11 @@ from tests.training.cases import run
 class OfAPolicy:
     """What a policy's run has besides a run."""
 
-    common: Run
+    common: Training
 
     @property
     def setting(self) -> Any:
-        return self.common.setting
+        return self.common.run
 
 
 def gone_back(world: World, place: str) -> tuple[Counter[str], int, dict[str, int]]:
@@ -39,7 +39,7 @@ def gone_back(world: World, place: str) -> tuple[Counter[str], int, dict[str, in
     storage = CountingStorage(checkpoints)
     _Rebuilt(OfAPolicy(built), storage).go_to(3)  # type: ignore[arg-type]
     sizes = {path.name: path.stat().st_size for path in (checkpoints / step_name(3)).rglob("*") if path.is_file()}
-    return storage.counts, built.trained.state.step, sizes
+    return storage.counts, built.model.state.step, sizes
 
 
 def test_a_checkpoint_is_read_once(pools: Any, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.support import Support
 from holdfast.training.policy.experience import samples_of
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 from holdfast.types import Example, Finish, Group, Trajectory
 
 AGREES = {"float32": 1e-4, "float64": 1e-4, "bfloat16": 0.05}
@@ -120,29 +120,27 @@ def best_of_each(tried: Sequence[Fit]) -> list[Fit]:
     return list(best.values())
 
 
-def fits(sharded: ShardedModel, groups: Sequence[Group], tried: dict[str, CauseTried]) -> list[Fit]:
+def fits(model: Model, groups: Sequence[Group], tried: dict[str, CauseTried]) -> list[Fit]:
     """Return how near each cause comes, on the present weights; one process."""
     return [
-        fit_of(cause, torch.cat(differences)) for cause, differences in differences_of(sharded, groups, tried).items()
+        fit_of(cause, torch.cat(differences)) for cause, differences in differences_of(model, groups, tried).items()
     ]
 
 
 @torch.no_grad()
-def differences_of(
-    sharded: ShardedModel, groups: Sequence[Group], tried: dict[str, CauseTried]
-) -> dict[str, list[Tensor]]:
+def differences_of(model: Model, groups: Sequence[Group], tried: dict[str, CauseTried]) -> dict[str, list[Tensor]]:
     """Return [C] differences of each completion, by cause, on the present weights; one process."""
     differences: dict[str, list[Tensor]] = {cause: [] for cause in tried}
     for prompt_size, tokens, engine_logprobs in completions_of(groups):
         example = Example(0, 0, tokens, np.arange(tokens.size) >= prompt_size)
-        batch = pack([example], [Share(1.0, 1.0)], padded=sharded.model.padded)
+        batch = pack([example], [Share(1.0, 1.0)], padded=model.module.padded)
         logits: list[Tensor] = []
 
         def look(hidden: Tensor, head: HeadWeights, into: list[Tensor] = logits) -> None:
-            into.append(logits_of(hidden, head, sharded.model.head_spec)[0])
+            into.append(logits_of(hidden, head, model.module.head_spec)[0])
 
-        with without_dropout(sharded.model):
-            sharded.model.show_predictors(to_device(batch, sharded.setting.world.device), look)
+        with without_dropout(model.module):
+            model.module.show_predictors(to_device(batch, model.run.world.device), look)
         sampled = torch.from_numpy(tokens[prompt_size:]).to(logits[0].device)
         for cause, logprobs_of in tried.items():
             differences[cause].append(apart(logprobs_of(logits[0], sampled), engine_logprobs))
@@ -154,11 +152,11 @@ def apart(logprobs: Tensor, engine_logprobs: np.ndarray) -> Tensor:
     return (logprobs.cpu().double() - torch.from_numpy(engine_logprobs).double()).abs()
 
 
-def fits_without(sharded: ShardedModel, groups: Sequence[Group], logprobs_of: CauseTried) -> list[Fit]:
+def fits_without(model: Model, groups: Sequence[Group], logprobs_of: CauseTried) -> list[Fit]:
     """Return how near trainer and engine are without the tokens that a cause would spoil, where it would spoil some."""
     cause = "as it was"
-    tokenizer: Any = sharded.origin.tokenizer
-    differences = torch.cat(differences_of(sharded, groups, {cause: logprobs_of})[cause])
+    tokenizer: Any = model.blueprint.tokenizer
+    differences = torch.cat(differences_of(model, groups, {cause: logprobs_of})[cause])
     ends, cut_otherwise = [], []
     for size, trajectory in _chosen(groups):
         sampled = trajectory.tokens[size:].tolist()

@@ -24,7 +24,7 @@ from holdfast.models.layers.cache_argument import cache_argument, cache_of
 from holdfast.models.layers.routers import Routers, routers_of
 from holdfast.parallel.host_memory import live_tensors
 from holdfast.rollout.local.replica import Replica
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 from holdfast.types import Group
 
 _KERNELS = ("eager", "sdpa", "flash_attention_2")
@@ -35,18 +35,18 @@ _Logits = Callable[[Tensor, int], Tensor]
 """From [P + C] tokens and P to [C, V] logits of the completion."""
 
 
-def plain_copy(sharded: ShardedModel, dtype: torch.dtype | None = None, attention: str | None = None) -> Replica:
+def plain_copy(model: Model, dtype: torch.dtype | None = None, attention: str | None = None) -> Replica:
     """Return a plain model with the policy's present weights, which do not follow it; one process."""
-    computed: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-    replica = Replica(sharded.origin, sharded.setting.world.device, dtype or computed, attention)
-    tensors = live_tensors(sharded.model, sharded.setting.ranks, computed)
+    computed: torch.dtype = getattr(torch, model.plan.compute_dtype)
+    replica = Replica(model.blueprint, model.run.world.device, dtype or computed, attention)
+    tensors = live_tensors(model.module, model.run.ranks, computed)
     replica.refresh((name, tensor.detach().clone()) for name, tensor in tensors)
     return replica
 
 
 @torch.no_grad()
 def fits_elsewhere(
-    sharded: ShardedModel,
+    model: Model,
     groups: Sequence[Group],
     logprobs_of: CauseTried,
     earlier: tuple[Replica, str] | None,
@@ -55,7 +55,7 @@ def fits_elsewhere(
     """Return how near other ways to compute come, on the present weights; one process.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         groups: What the engine sampled.
         logprobs_of: From logits, as the run has it.
         earlier: The policy of an earlier step, and that step in words; None where there is none.
@@ -64,20 +64,20 @@ def fits_elsewhere(
     ways: dict[str, _Logits] = {}
     for kernel in kernels:
         try:
-            ways[f"kernel: attention by transformers' {kernel}"] = _whole(plain_copy(sharded, attention=kernel))
+            ways[f"kernel: attention by transformers' {kernel}"] = _whole(plain_copy(model, attention=kernel))
         except (ValueError, ImportError):
             continue  # transformers has no such attention for this model
-    low = plain_copy(sharded, torch.bfloat16)
+    low = plain_copy(model, torch.bfloat16)
     ways["dtype: computed in bfloat16"] = _whole(low)
     if earlier is not None:
-        present = plain_copy(sharded)
+        present = plain_copy(model)
         for block in _BLOCKS:
             blocks = "" if block == 1 else f", whole blocks of {block} tokens"
             name = f"prefix cache: keys and values of prompts are of {earlier[1]}{blocks}"
             ways[name] = _behind_a_cache(earlier[0], present, block)
     fits = [_fit(cause, way, groups, logprobs_of) for cause, way in ways.items()]
     if routers_of(low.model):
-        fits += _routing(groups, logprobs_of, plain_copy(sharded), low)
+        fits += _routing(groups, logprobs_of, plain_copy(model), low)
     return fits
 
 

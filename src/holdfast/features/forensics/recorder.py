@@ -23,7 +23,7 @@ from holdfast.errors import ConfigError
 from holdfast.files import open_regular, parse_json
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.run import PolicyTraining
 from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
 
 RECORD_FOLDER = "rollouts"
@@ -50,20 +50,20 @@ def record_path(directory: Path, step: int) -> Path:
     return directory / RECORD_FOLDER / f"step-{step:08d}.jsonl.gz"
 
 
-def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> None:
+def record(training: PolicyTraining, rollout: Rollout, metrics: Mapping[str, float]) -> None:
     """Write the step that was just made; all ranks call this together."""
     left_out = [group_line(group) | {"left_out": True} for group in rollout.left_out]
-    everyone = run.setting.ranks.gather_to_first([*(group_line(group) for group in rollout.groups), *left_out])
-    if not run.setting.world.is_first:
+    everyone = training.run.ranks.gather_to_first([*(group_line(group) for group in rollout.groups), *left_out])
+    if not training.run.world.is_first:
         return
     lines = {line["prompt_id"]: line for rank_lines in everyone for line in rank_lines}
     head = {
-        "step": run.trained.state.step,
-        "base": str(run.setting.base),
+        "step": training.model.state.step,
+        "base": str(training.run.base),
         "metrics": {name: metrics[name] for name in REPLAYED_METRICS},
-        "compute_dtype": run.trained.plan.compute_dtype,
+        "compute_dtype": training.model.plan.compute_dtype,
     }
-    path = record_path(run.setting.directory, run.trained.state.step)
+    path = record_path(training.run.directory, training.model.state.step)
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=3) as file:

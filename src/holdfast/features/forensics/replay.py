@@ -41,7 +41,7 @@ from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.forms import resume_forms
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.episodes import open_environments
-from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.run import PolicyTraining
 from holdfast.training.saving.resume import resume
 
 REPLAY_TOLERANCE = 1e-3
@@ -63,7 +63,7 @@ def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) ->
     record = read_record(directory, step)
     with _rebuilt(config, _checkpoints(config, directory, step - 1), record, world) as rebuilt:
         rebuilt.go_to(step - 1)
-        _, metrics = learn(rebuilt.run, record.rollout)
+        _, metrics = learn(rebuilt.training, record.rollout)
     scale = max(abs(record.metrics["grad_norm"]), 1e-6)
     pairs = {name: (record.metrics[name], metrics[name]) for name in REPLAYED_METRICS}
     return [
@@ -101,7 +101,7 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
     as_it_was = dict([next(iter(tried.items()))])
     logprobs_of = next(iter(tried.values()))
     with _rebuilt(config, _checkpoints(config, directory, step - 1), record, world) as rebuilt:
-        sharded = rebuilt.run.trained
+        model = rebuilt.training.model
         further_fits: list[Fit] = []
         earlier, before = None, f"step {step - 2}"
         if step > 1 and _has(rebuilt.storage, step - 2):
@@ -109,17 +109,17 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
             stale = f"stale weights: those of {before}"
             if rollout.max_staleness:
                 stale += f", as rollout.max_staleness: {rollout.max_staleness} asks for"
-            further_fits.append(replace(fits(sharded, groups, as_it_was)[0], cause=stale))
-            earlier = plain_copy(sharded), before
+            further_fits.append(replace(fits(model, groups, as_it_was)[0], cause=stale))
+            earlier = plain_copy(model), before
         rebuilt.go_to(step - 1)
-        nothing, *ranked = fits(sharded, groups, tried)
-        further_fits += fits_without(sharded, groups, logprobs_of)
-        further_fits += fits_elsewhere(sharded, groups, logprobs_of, earlier)
+        nothing, *ranked = fits(model, groups, tried)
+        further_fits += fits_without(model, groups, logprobs_of)
+        further_fits += fits_elsewhere(model, groups, logprobs_of, earlier)
         with torch.no_grad():
-            for value in sharded_parameters(sharded.model).values():
+            for value in sharded_parameters(model.module).values():
                 local_part(value).copy_(local_part(value).bfloat16())
-        further_fits.append(replace(fits(sharded, groups, as_it_was)[0], cause="dtype: weights in bfloat16"))
-        dtype = sharded.plan.compute_dtype
+        further_fits.append(replace(fits(model, groups, as_it_was)[0], cause="dtype: weights in bfloat16"))
+        dtype = model.plan.compute_dtype
     best = best_of_each([*ranked, *further_fits])
     no_earlier = f"there is no checkpoint of {before}" if step > 1 else "step 1 has no step before it"
     reasons = dict.fromkeys(("stale weights", "prefix cache"), no_earlier) | WHY_NOT
@@ -135,18 +135,18 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
 class _Rebuilt:
     """A run rebuilt in one process, with the state that a checkpoint holds."""
 
-    run: PolicyRun
+    training: PolicyTraining
     storage: Storage
 
     def go_to(self, step: int) -> None:
         """Take over the state of a step that there is a checkpoint of."""
         if step == 0:
             return  # as it was built; nothing goes back there from another step
-        name, ranks = step_name(step), self.run.setting.ranks
+        name, ranks = step_name(step), self.training.run.ranks
         manifest = named_manifest(self.storage, name, ranks)
         choice = ResumeChoice(name, manifest, f"weights of step {step}")
-        resume(self.run.common, self.storage, choice, ranks, manifest.run_id)
-        resume_forms(self.run.common)
+        resume(self.training.common, self.storage, choice, ranks, manifest.run_id)
+        resume_forms(self.training.common)
 
 
 def _has(storage: Storage, step: int) -> bool:
@@ -180,9 +180,9 @@ def _rebuilt(config: GRPOConfig, storage: Storage, record: Record, world: World)
         }
         apart = _as_recorded(config, record).model_copy(update=changed)
         with open_environments(apart, record.base, world) as environments:  # their tools are part of prompts
-            run = build_policy_run(apart, record.base, world, lambda _: [], environments=environments)
-            yield _Rebuilt(run, storage)
-            run.setting.ranks.close()
+            training = build_policy_run(apart, record.base, world, lambda _: [], environments=environments)
+            yield _Rebuilt(training, storage)
+            training.run.ranks.close()
 
 
 def _as_recorded(config: GRPOConfig, record: Record) -> GRPOConfig:

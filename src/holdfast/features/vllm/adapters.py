@@ -30,31 +30,31 @@ from holdfast.models.files.conversion import Header, renamed
 from holdfast.models.files.safetensors_files import tensor_bytes, write_file
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import converted_tensors
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 
 _MIB = 2**20
 
 
-def adapter_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+def adapter_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Yield the factors under peft's names on rank 0, in the compute dtype; elsewhere send their shards."""
-    headers = adapter_headers(sharded)
+    headers = adapter_headers(model)
     plan = renamed({name: name.removeprefix(PEFT_PREFIX) for name in headers}, headers)
-    dtype, ranks = getattr(torch, sharded.plan.compute_dtype), sharded.setting.ranks
-    parameters = sharded_parameters(sharded.model)
+    dtype, ranks = getattr(torch, model.plan.compute_dtype), model.run.ranks
+    parameters = sharded_parameters(model.module)
     with converted_tensors(parameters.__getitem__, plan, dtype, ranks) as tensors:
         for name, pieces in tensors:
             yield name, torch.cat([piece.cpu() for piece in pieces])
 
 
-def adapter_headers(sharded: ShardedModel) -> dict[str, Header]:
+def adapter_headers(model: Model) -> dict[str, Header]:
     """Return the shapes and dtypes of what `adapter_tensors` yields, in its order."""
-    parameters, dtype = sharded_parameters(sharded.model), getattr(torch, sharded.plan.compute_dtype)
-    return {PEFT_PREFIX + name: Header(tuple(parameters[name].shape), dtype) for name in names_in_file(sharded.model)}
+    parameters, dtype = sharded_parameters(model.module), getattr(torch, model.plan.compute_dtype)
+    return {PEFT_PREFIX + name: Header(tuple(parameters[name].shape), dtype) for name in names_in_file(model.module)}
 
 
-def adapter_settings(sharded: ShardedModel, lora: LoRAConfig) -> str:
+def adapter_settings(model: Model, lora: LoRAConfig) -> str:
     """Return adapter_config.json, which holds ranks and scale."""
-    return peft_settings(adapters_of(sharded.model), lora, sharded.setting.config.model.path or "", scorer=False)
+    return peft_settings(adapters_of(model.module), lora, model.run.config.model.path or "", scorer=False)
 
 
 @dataclass

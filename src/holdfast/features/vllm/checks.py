@@ -15,10 +15,10 @@ from holdfast.features.vllm.responses import ServerState
 from holdfast.features.vllm.servers import BACKEND, ROUTES, VLLMServer, template_digest, tokenizer_digest
 from holdfast.http import EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.text.escaping import escaped
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 
 
-def met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig) -> list[ServerState]:
+def met(servers: Sequence[VLLMServer], model: Model, section: VLLMEngineConfig) -> list[ServerState]:
     """Return what all servers say of themselves, once they answer.
 
     Raises:
@@ -32,7 +32,7 @@ def met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngin
                 how = "it did not start; see its log" if section.start else "start it with `holdfast serve RUN.yaml`"
                 raise ConfigError(f"rollout.engine.url: no server answers at {server.url}: {how}.")
             time.sleep(patience.server_look_seconds)
-    states, dead = states_of(servers, sharded, section)
+    states, dead = states_of(servers, model, section)
     if dead:
         raise ConfigError(
             f"rollout.engine.url: {'; '.join(f'the server at {url} {why}' for url, why in dead.items())}, although it "
@@ -61,7 +61,7 @@ def _warn_of_version(server: VLLMServer, version: str, expected: str) -> None:
 
 
 def states_of(
-    servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig, leases: Leases | None = None
+    servers: Sequence[VLLMServer], model: Model, section: VLLMEngineConfig, leases: Leases | None = None
 ) -> tuple[dict[str, ServerState], dict[str, str]]:
     """Return by address what servers say of themselves, and what was seen of those that died meanwhile.
 
@@ -77,7 +77,7 @@ def states_of(
     dead: dict[str, str] = {}
     for server in servers:
         try:
-            states[server.url] = _server_state(server, sharded, section)
+            states[server.url] = _server_state(server, model, section)
             if leases is not None:
                 leases.take(server)
         except EndpointUnwell as error:
@@ -127,7 +127,7 @@ def living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[
     raise AssertionError  # `count` does not end
 
 
-def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngineConfig) -> ServerState:
+def _server_state(server: VLLMServer, model: Model, section: VLLMEngineConfig) -> ServerState:
     """Return what a server says of itself, if it fits the run.
 
     Raises:
@@ -142,7 +142,7 @@ def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngine
             "and the version of its weights, and takes ours; `holdfast serve RUN.yaml` starts one. SGLang and others "
             "do not."
         ) from error
-    wrong = [why for right, why in _checks(state, sharded, section) if not right]
+    wrong = [why for right, why in _checks(state, model, section) if not right]
     if wrong:
         raise ConfigError(
             f"rollout.engine.url: the server at {server.url} {'; it '.join(wrong)}. `holdfast serve RUN.yaml` starts "
@@ -151,13 +151,13 @@ def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngine
     return state
 
 
-def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig) -> tuple[tuple[bool, str], ...]:
+def _checks(state: ServerState, model: Model, section: VLLMEngineConfig) -> tuple[tuple[bool, str], ...]:
     """Return whether each thing fits, and what to say where it does not."""
-    facts, config = state.facts, sharded.setting.config
-    vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
-    dtype, longest = f"torch.{sharded.plan.compute_dtype}", config.data.max_length
+    facts, config = state.facts, model.run.config
+    vocabulary = int(model.blueprint.skeleton.config.get_text_config().vocab_size)
+    dtype, longest = f"torch.{model.plan.compute_dtype}", config.data.max_length
     backend = BACKEND if section.transport == "files" else section.transport
-    tokenizer, template = tokenizer_digest(sharded.origin.tokenizer), template_digest(sharded.origin.tokenizer)
+    tokenizer, template = tokenizer_digest(model.blueprint.tokenizer), template_digest(model.blueprint.tokenizer)
     return (
         (facts["backend"] == backend, "takes no weights of ours (--weight-transfer-config)"),
         (facts["dtype"] == dtype, f"computes in {facts['dtype']}, and the trainer in {dtype} (--dtype)"),
@@ -181,7 +181,7 @@ def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig
             facts["logprobs"] == "processed_logprobs",
             f"tells {facts['logprobs']}, which are of another temperature (--logprobs-mode processed_logprobs)",
         ),
-        *_adapter_checks(facts["adapter_rank"], sharded, section),
+        *_adapter_checks(facts["adapter_rank"], model, section),
         (not facts["tied"], "ties its output layer, which vLLM 0.32 does not update (--hf-overrides)"),
         (
             not (facts["experts"] and facts["device"] == "cpu"),
@@ -191,9 +191,9 @@ def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig
     )
 
 
-def _adapter_checks(rank: int | None, sharded: ShardedModel, section: VLLMEngineConfig) -> tuple[tuple[bool, str], ...]:
+def _adapter_checks(rank: int | None, model: Model, section: VLLMEngineConfig) -> tuple[tuple[bool, str], ...]:
     """Return the checks of a server's adapters: whether it takes any, and of which rank."""
-    lora = sharded.setting.config.model.lora
+    lora = model.run.config.model.lora
     if lora is None or why_merged(section, lora) or section.push == "weights":
         return ()
     instead = "or set rollout.engine.push: weights, which merges adapters"

@@ -33,7 +33,7 @@ from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.check.rounding import rounded_otherwise
 from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.heads.policy import without_dropout
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 from holdfast.types import Batch, Example
 
 _TOP = 20
@@ -110,7 +110,7 @@ class Prover:
 
     def prove(
         self,
-        sharded: ShardedModel,
+        model: Model,
         servers: Sequence[VLLMServer],
         inspect: Callable[[Sequence[str]], Suspects],
         adapter: str = "",
@@ -118,7 +118,7 @@ class Prover:
         """Return what was measured, on rank 0; all ranks call this together.
 
         Args:
-            sharded: The policy.
+            model: The policy.
             servers: Those that were pushed to.
             inspect: Asks servers, by address, what of the weights they have otherwise; called on all ranks together.
             adapter: Name of the adapter that was pushed; "" where whole weights were.
@@ -126,16 +126,16 @@ class Prover:
         Raises:
             RunStopped: A server says other numbers than the trainer, or none; on all ranks.
         """
-        ranks, is_first = sharded.setting.ranks, sharded.setting.world.is_first
-        dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-        sequences = self._sequences(sharded)
+        ranks, is_first = model.run.ranks, model.run.world.is_first
+        dtype: torch.dtype = getattr(torch, model.plan.compute_dtype)
+        sequences = self._sequences(model)
         answers = ranks.on_first_rank(lambda: _ask(servers, sequences, adapter))
-        logprobs = _score(sharded, sequences, answers)
+        logprobs = _score(model, sequences, answers)
         proofs = self._measured(dtype, answers, logprobs, sequences) if is_first else []
         self.limit = self._tolerance or _FLOOR[dtype]
         wrong = ranks.agree(_beyond(proofs, self.limit))
         if wrong and self._tolerance is None:
-            rounding = _rounding(sharded, sequences, answers, logprobs)
+            rounding = _rounding(model, sequences, answers, logprobs)
             self.limit = max(self.limit, _ROUNDINGS[dtype] * rounding)
             wrong = ranks.agree(_beyond(proofs, self.limit))
         if wrong:
@@ -147,14 +147,14 @@ class Prover:
         self._before = dict(answers)
         return proofs
 
-    def _sequences(self, sharded: ShardedModel) -> list[ProofSequence]:
+    def _sequences(self, model: Model) -> list[ProofSequence]:
         """Return the fixed sequences, one with an image where the policy sees; all ranks call this together."""
-        sequences = _sequences(sharded, self.lengths)
+        sequences = _sequences(model, self.lengths)
         if self._images is not None:
             seen = _with_image(self._images, sequences[0])
             if seen.example.tokens.size <= self._longest:
                 return [*sequences, seen]
-            if not self._before and sharded.setting.world.is_first:
+            if not self._before and model.run.world.is_first:
                 print(
                     f"warning: pushes are proved by text alone: a small image makes {seen.example.tokens.size} tokens, "
                     f"and rows or the servers' contexts have {self._longest} (data.max_length)",
@@ -248,10 +248,10 @@ def _apart(first: Sequence[Sequence[TopRow]], second: Sequence[Sequence[TopRow]]
     return max((abs(a[token] - b[token]) for a, b in rows for token in a.keys() & b.keys()), default=float("inf"))
 
 
-def _sequences(sharded: ShardedModel, lengths: Sequence[int]) -> list[ProofSequence]:
+def _sequences(model: Model, lengths: Sequence[int]) -> list[ProofSequence]:
     """Return fixed sequences of tokens that mean nothing."""
-    vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
-    plain = np.array([token for token in range(vocabulary) if token not in sharded.origin.family.image_marks])
+    vocabulary = int(model.blueprint.skeleton.config.get_text_config().vocab_size)
+    plain = np.array([token for token in range(vocabulary) if token not in model.blueprint.family.image_marks])
     draw = np.random.default_rng(20)
     drawn = [plain[draw.integers(0, plain.size, size)].astype(np.int64) for size in lengths]
     examples = [example_of(_one_more(Stretch(tokens.tolist(), [True] * tokens.size)), 0, "") for tokens in drawn]
@@ -301,15 +301,15 @@ def _ask(
     return answers
 
 
-def _batches(sharded: ShardedModel, sequences: Sequence[ProofSequence]) -> Iterator[tuple[slice, Batch]]:
+def _batches(model: Model, sequences: Sequence[ProofSequence]) -> Iterator[tuple[slice, Batch]]:
     """Yield the sequences in batches of text alone and of text with an image, which do not go together."""
     for sees in (False, True):
         numbers = [index for index, sequence in enumerate(sequences) if bool(sequence.example.model_inputs) == sees]
         if numbers:
             group = slice(numbers[0], numbers[-1] + 1)
             examples = [sequence.example for sequence in sequences[group]]
-            batch = pack(examples, [Share(1.0, 1.0)] * len(examples), padded=sharded.model.padded)
-            yield group, to_device(batch, sharded.setting.world.device)
+            batch = pack(examples, [Share(1.0, 1.0)] * len(examples), padded=model.module.padded)
+            yield group, to_device(batch, model.run.world.device)
 
 
 def _rows(sequences: Sequence[Sequence[TopRow]]) -> list[TopRow]:
@@ -326,33 +326,33 @@ def _values(sequences: Sequence[Sequence[TopRow]]) -> Tensor:
     return torch.tensor([list(row.values())[:_TOP] for row in _rows(sequences)], dtype=torch.float64)
 
 
-def _score(sharded: ShardedModel, sequences: Sequence[ProofSequence], answers: ServerAnswers) -> dict[str, Tensor]:
+def _score(model: Model, sequences: Sequence[ProofSequence], answers: ServerAnswers) -> dict[str, Tensor]:
     """Return the trainer's log-probabilities [N, 20] of the servers' tokens by address, on rank 0."""
     chunks: dict[str, list[Tensor]] = {url: [] for url in answers}
-    for group, batch in _batches(sharded, sequences):
+    for group, batch in _batches(model, sequences):
         rows = {url: _rows(answer[group]) for url, answer in answers.items()}
-        look = partial(_gather, rows, sharded, chunks) if sharded.setting.world.is_first else _ignore
-        with without_dropout(sharded.model):
-            sharded.model.show_predictors(batch, look)
+        look = partial(_gather, rows, model, chunks) if model.run.world.is_first else _ignore
+        with without_dropout(model.module):
+            model.module.show_predictors(batch, look)
     return {url: torch.cat(values) for url, values in chunks.items() if values}
 
 
 def _rounding(
-    sharded: ShardedModel,
+    model: Model,
     sequences: Sequence[ProofSequence],
     answers: ServerAnswers,
     logprobs: Mapping[str, Tensor],
 ) -> float:
     """Return by how much other roundings change the trainer's log-probabilities, the same on all ranks."""
-    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-    device, ranks = sharded.setting.world.device, sharded.setting.ranks
+    dtype: torch.dtype = getattr(torch, model.plan.compute_dtype)
+    device, ranks = model.run.world.device, model.run.ranks
     largest = 0.0
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for seed in range(_ROUNDING_PASSES):
             torch.manual_seed(seed)
             # Compiled blocks do not see hooks that come later.
-            with torch.compiler.set_stance("force_eager"), rounded_otherwise(sharded.model, torch.finfo(dtype).eps):
-                moved = _score(sharded, sequences, answers)
+            with torch.compiler.set_stance("force_eager"), rounded_otherwise(model.module, torch.finfo(dtype).eps):
+                moved = _score(model, sequences, answers)
             sizes = [_measure((moved[url] - values).abs(), dtype) for url, values in logprobs.items()]
             largest = max([largest, *sizes])
     return ranks.agree(largest)
@@ -360,7 +360,7 @@ def _rounding(
 
 def _gather(
     flat: Mapping[str, Sequence[TopRow]],
-    sharded: ShardedModel,
+    model: Model,
     logprobs: dict[str, list[Tensor]],
     hidden: Tensor,
     head: HeadWeights,
@@ -368,7 +368,7 @@ def _gather(
     """Take the trainer's log-probabilities of the servers' tokens, a few places at a time."""
     for start in range(0, len(hidden), _ROWS):
         chunk = slice(start, start + _ROWS)
-        logits, _ = logits_of(hidden[chunk], head, sharded.model.head_spec)
+        logits, _ = logits_of(hidden[chunk], head, model.module.head_spec)
         scores = logits.log_softmax(-1).cpu()
         for url, rows in flat.items():
             logprobs[url].append(scores.gather(1, _tokens(rows[chunk])).double())

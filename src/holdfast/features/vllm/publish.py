@@ -38,7 +38,7 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import converted_tensors, drained, headers_of, held_tensors
 from holdfast.rollout.sampling import Stops
 from holdfast.training.engines import PublishedEngine
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 from holdfast.training.setup.model import image_side_of
 
 
@@ -51,16 +51,16 @@ class Outgoing(NamedTuple):
     """Names of the embedding, and of the output layer that is sent with its values."""
 
 
-def outgoing(sharded: ShardedModel, *, merge: bool = True) -> Outgoing:
+def outgoing(model: Model, *, merge: bool = True) -> Outgoing:
     """Plan a push: names as in an export, and an output layer of its own even where the model ties it.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         merge: Whether adapters are merged into the matrices; otherwise the base alone is sent.
     """
-    skeleton, dtype = sharded.origin.skeleton, _dtype(sharded)
-    holdings = held_tensors(sharded.model, merge=merge)
-    planned = plan_outgoing(skeleton, headers_of(holdings, dtype), sharded.origin.used_conversions)
+    skeleton, dtype = model.blueprint.skeleton, _dtype(model)
+    holdings = held_tensors(model.module, merge=merge)
+    planned = plan_outgoing(skeleton, headers_of(holdings, dtype), model.blueprint.used_conversions)
     headers = {name: header for conversion in planned for name, header in conversion.targets.items()}
     inputs, outputs = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
     if outputs is None or outputs.weight is not inputs.weight:
@@ -76,11 +76,11 @@ def outgoing(sharded: ShardedModel, *, merge: bool = True) -> Outgoing:
 
 
 def _stream(
-    sharded: ShardedModel, plan: Outgoing, *, merge: bool = True, on_device: bool = False
+    model: Model, plan: Outgoing, *, merge: bool = True, on_device: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors on rank 0, on the CPU or where they are; elsewhere send their shards."""
-    holdings = held_tensors(sharded.model, merge=merge)
-    with converted_tensors(holdings.__getitem__, plan.conversions, _dtype(sharded), sharded.setting.ranks) as tensors:
+    holdings = held_tensors(model.module, merge=merge)
+    with converted_tensors(holdings.__getitem__, plan.conversions, _dtype(model), model.run.ranks) as tensors:
         for name, pieces in tensors:
             shards = list(pieces)
             tensor = shards[0] if len(shards) == 1 else torch.cat(shards)
@@ -90,8 +90,8 @@ def _stream(
                 yield plan.tie[1], tensor
 
 
-def _dtype(sharded: ShardedModel) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+def _dtype(model: Model) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, model.plan.compute_dtype)
     return dtype
 
 
@@ -135,40 +135,40 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         self.proofs: list[Proof] = []
         """Of the last push that was proved; on rank 0."""
 
-    def publish(self, sharded: ShardedModel) -> None:
+    def publish(self, model: Model) -> None:
         """Push the policy's present weights to every server that lives, and prove it; all ranks call this together.
 
         Raises:
             RunStopped: No server lives, one refuses the weights, or one says other numbers than the trainer.
         """
-        if sharded.holds_averages:
+        if model.holds_averages:
             # Completions of a step that live through this push would go on from averages, as if from the policy.
-            self.settle(sharded.setting.interrupted)
+            self.settle(model.run.interrupted)
         with self.unproved():
-            self._publish(sharded)
+            self._publish(model)
 
-    def _publish(self, sharded: ShardedModel) -> None:
-        start, ranks = time.perf_counter(), sharded.setting.ranks
+    def _publish(self, model: Model) -> None:
+        start, ranks = time.perf_counter(), model.run.ranks
         if self._shares and self._ranks is not None:
             ranks.on_first_rank(lambda: self._ask_all("/wake_up"))
         self._ranks = ranks
         self._pushes += 1
         label = f"{self._mark_of_run}-{self._pushes}"
-        self.expect(label, sharded.state.updates)
+        self.expect(label, model.state.updates)
         on_their_way = any(ranks.gather(self.in_flight))
         if self._adapters is None:
             with ranks.together():
-                pushed = self._pushed(sharded, label, on_their_way=on_their_way)
+                pushed = self._pushed(model, label, on_their_way=on_their_way)
         else:
-            pushed = self._pushed_adapter(sharded, self._adapters, label)
+            pushed = self._pushed_adapter(model, self._adapters, label)
         servers, has_new = ranks.agree((pushed, not self._identities <= self._proved))
         self.follow(servers)
         adapter = label if self._adapters is not None else ""
         if has_new or self._is_proved():
-            self._prove([server for server in self.servers if server.url in servers], sharded, adapter)
+            self._prove([server for server in self.servers if server.url in servers], model, adapter)
         if self._adapters is not None:
-            self._sample_by(self._adapters, label, sharded)
-        if self._pushes == 1 and sharded.setting.world.is_first:
+            self._sample_by(self._adapters, label, model)
+        if self._pushes == 1 and model.run.world.is_first:
             worst = max((proof.difference for proof in self.proofs), default=float("nan"))
             print(
                 f"weights pushed to {len(servers)} of {len(self.servers)} servers and proved in "
@@ -177,22 +177,22 @@ class ServedEngine(VLLMEngine, PublishedEngine):
                 flush=True,
             )
 
-    def _prove(self, servers: Sequence[VLLMServer], sharded: ShardedModel, adapter: str) -> None:
+    def _prove(self, servers: Sequence[VLLMServer], model: Model, adapter: str) -> None:
         """Prove the last push on these servers; all ranks call this together."""
         if adapter and self._section.interrupt == "continue":
             # vLLM 0.32 on a CPU dies of log-probabilities of a prompt, which a proof asks for, where it decodes other
             # requests with an adapter at the same time. So all ranks wait for theirs.
-            self.settle(sharded.setting.interrupted)
-            sharded.setting.ranks.gather(None)
-        self.proofs = self._prover.prove(sharded, servers, lambda wrong: self._suspects(sharded, wrong), adapter)
+            self.settle(model.run.interrupted)
+            model.run.ranks.gather(None)
+        self.proofs = self._prover.prove(model, servers, lambda wrong: self._suspects(model, wrong), adapter)
         self._proved |= self._identities
 
-    def _suspects(self, sharded: ShardedModel, wrong: Sequence[str]) -> Suspects:
+    def _suspects(self, model: Model, wrong: Sequence[str]) -> Suspects:
         """Return what servers compute with otherwise than the policy; all ranks call this together."""
         merge = self._adapters is None
-        plan = outgoing(sharded, merge=merge)
-        tensors = _stream(sharded, plan, merge=merge)
-        if not sharded.setting.world.is_first:
+        plan = outgoing(model, merge=merge)
+        tensors = _stream(model, plan, merge=merge)
+        if not model.run.world.is_first:
             for _ in tensors:
                 pass
             return {}
@@ -239,16 +239,16 @@ class ServedEngine(VLLMEngine, PublishedEngine):
             self._adapters.close(self.servers)
         self._leases.give_back()
 
-    def _pushed(self, sharded: ShardedModel, label: str, *, on_their_way: bool) -> list[str]:
+    def _pushed(self, model: Model, label: str, *, on_their_way: bool) -> list[str]:
         """Return the addresses of the servers that took the weights; on rank 0."""
-        plan = outgoing(sharded)
-        tensors = _stream(sharded, plan, on_device=self._nccl is not None)
-        if not sharded.setting.world.is_first:
+        plan = outgoing(model)
+        tensors = _stream(model, plan, on_device=self._nccl is not None)
+        if not model.run.world.is_first:
             for _ in tensors:
                 pass
             return []
         try:
-            states, dead = states_of(living_of(self.servers, self._section), sharded, self._section, self._leases)
+            states, dead = states_of(living_of(self.servers, self._section), model, self._section, self._leases)
             living = [server for server in self.servers if server.url in states]
             if self._nccl is None:
                 dead |= self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
@@ -261,41 +261,41 @@ class ServedEngine(VLLMEngine, PublishedEngine):
             for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
                 pass
 
-    def _pushed_adapter(self, sharded: ShardedModel, adapters: AdapterPublisher, label: str) -> list[str]:
+    def _pushed_adapter(self, model: Model, adapters: AdapterPublisher, label: str) -> list[str]:
         """Return the addresses of the servers that took the adapter; on rank 0. All ranks call this together."""
-        ranks, is_first = sharded.setting.ranks, sharded.setting.world.is_first
-        lora = sharded.setting.config.model.lora
+        ranks, is_first = model.run.ranks, model.run.world.is_first
+        lora = model.run.config.model.lora
         assert lora is not None
         self._fleet.base = f"{self._mark_of_run}-base"
         states, dead = ranks.on_first_rank(
-            lambda: states_of(living_of(self.servers, self._section), sharded, self._section, self._leases)
+            lambda: states_of(living_of(self.servers, self._section), model, self._section, self._leases)
         )
-        writes = _base_writes(sharded)
+        writes = _base_writes(model)
         if any(ranks.gather(writes != self._base_writes)):
             # The walk before step 1 pushes the base of model.path; a checkpoint that is loaded then may have another.
             self._base_writes, self._with_base = writes, frozenset()
         new = ranks.agree([url for url, state in states.items() if state.identity not in self._with_base])
         if new:
-            plan = outgoing(sharded, merge=False)
-            with ranks.together(), drained(_stream(sharded, plan, merge=False)) as tensors:
+            plan = outgoing(model, merge=False)
+            with ranks.together(), drained(_stream(model, plan, merge=False)) as tensors:
                 if is_first:
                     lacking = [server for server in self.servers if server.url in new]
                     dead |= self._publisher.push(lacking, tensors, plan.headers, self._fleet.base)
                     self._with_base |= {states[url].identity for url in new if url not in dead}
-        headers, pushed = adapter_headers(sharded), list[str]()
-        with ranks.together(), drained(adapter_tensors(sharded)) as tensors:
+        headers, pushed = adapter_headers(model), list[str]()
+        with ranks.together(), drained(adapter_tensors(model)) as tensors:
             if is_first:
                 living = [server for server in self.servers if server.url in states and server.url not in dead]
-                settings = adapter_settings(sharded, lora)
+                settings = adapter_settings(model, lora)
                 dead |= adapters.push(living, tensors, headers, settings, label, self._pushes)
                 self._identities = frozenset(state.identity for url, state in states.items() if url not in dead)
                 pushed = self._left(living, dead)
         return pushed
 
-    def _sample_by(self, adapters: AdapterPublisher, label: str, sharded: ShardedModel) -> None:
+    def _sample_by(self, adapters: AdapterPublisher, label: str, model: Model) -> None:
         """Sample by an adapter that was proved, and unload those that no rank's completions use any more."""
         self._fleet.adapter = label
-        ranks = sharded.setting.ranks
+        ranks = model.run.ranks
         oldest = min(ranks.gather(min(self.oldest_in_use, self._pushes)))
         ranks.on_first_rank(lambda: adapters.unload(self.servers, oldest))
 
@@ -321,9 +321,9 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         return every != "start" and (self._pushes - 1) % int(every) == 0
 
 
-def _base_writes(sharded: ShardedModel) -> int:
+def _base_writes(model: Model) -> int:
     """Return how often this rank's shards of frozen parameters were written to; autograd counts that."""
-    frozen = [value for value in sharded_parameters(sharded.model).values() if not value.requires_grad]
+    frozen = [value for value in sharded_parameters(model.module).values() if not value.requires_grad]
     return sum(local_part(value)._version for value in frozen)
 
 
@@ -331,41 +331,41 @@ def _member(server: VLLMServer, state: ServerState) -> tuple[VLLMServer, str, in
     return server, state.identity, int(state.facts["workers"])
 
 
-def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops) -> ServedEngine:
+def open_servers(model: Model, section: VLLMEngineConfig, stops: Stops) -> ServedEngine:
     """Reach the servers of a section, and see that they fit the run; all ranks call this together.
 
     Raises:
         ConfigError: One is not there, or serves something else.
     """
-    ranks = sharded.setting.ranks
+    ranks = model.run.ranks
     if section.transport == "nccl":
-        ranks.on_all_ranks(lambda: refuse_nccl(sharded.setting.world))
+        ranks.on_all_ranks(lambda: refuse_nccl(model.run.world))
     servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
-    states = ranks.on_first_rank(lambda: met(servers, sharded, section))
-    section = section.model_copy(update={"push": _content_of_pushes(sharded, section, states)})
+    states = ranks.on_first_rank(lambda: met(servers, model, section))
+    section = section.model_copy(update={"push": _content_of_pushes(model, section, states)})
     identified = [
         replace(
             server, model=state.model, vocabulary=int(state.facts["vocabulary"]), workers=int(state.facts["workers"])
         )
         for server, state in zip(servers, states, strict=True)
     ]
-    mark = ranks.agree(f"{sharded.setting.config.run.name}-{secrets.token_hex(4)}")
+    mark = ranks.agree(f"{model.run.config.run.name}-{secrets.token_hex(4)}")
     block = max(int(state.facts["block"]) for state in states)
-    longest = min(sharded.setting.config.data.max_length, *(state.longest for state in states))
-    side = ranks.on_all_ranks(lambda: image_side_of(sharded.setting.config, sharded.origin))
+    longest = min(model.run.config.data.max_length, *(state.longest for state in states))
+    side = ranks.on_all_ranks(lambda: image_side_of(model.run.config, model.blueprint))
     prover = Prover(section.tolerance, block, longest, side if isinstance(side, ImageSide) else None)
     return ServedEngine(section, identified, stops, mark, prover)
 
 
 def _content_of_pushes(
-    sharded: ShardedModel, section: VLLMEngineConfig, states: Sequence[ServerState]
+    model: Model, section: VLLMEngineConfig, states: Sequence[ServerState]
 ) -> Literal["adapters", "weights"]:
     """Return what pushes send, and say so where adapters could not be sent alone.
 
     Raises:
         ConfigError: The run asks for adapters, and has none that vLLM can load.
     """
-    lora = sharded.setting.config.model.lora
+    lora = model.run.config.model.lora
     if section.push == "weights" or (lora is None and section.push == "auto"):
         return "weights"
     reason = why_merged(section, lora)
@@ -373,6 +373,6 @@ def _content_of_pushes(
         raise ConfigError(f"rollout.engine.push: adapters cannot be pushed alone: {reason}. Leave push out.")
     if not reason and any(state.facts["adapter_rank"] is None for state in states):
         reason = "a server takes no adapters (--enable-lora)"
-    if reason and sharded.setting.world.is_first:
+    if reason and model.run.world.is_first:
         print(f"weights are pushed with their adapters merged: {reason}", flush=True)
     return "weights" if reason else "adapters"

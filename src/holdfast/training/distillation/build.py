@@ -20,7 +20,7 @@ from holdfast.objectives.supervised import BothLikelihoods, Comparison, Distilla
 from holdfast.parallel.mesh import World
 from holdfast.training.distillation.run import (
     DistillEvaluation,
-    DistillRun,
+    DistillTraining,
     StudentSampling,
     prompt_alone,
 )
@@ -30,7 +30,7 @@ from holdfast.training.other_models.server import ScoringServer
 from holdfast.training.other_models.teacher import Teacher, build_teacher
 from holdfast.training.policy.run import Sampler
 from holdfast.training.rollout_memory import deal_memory
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, evaluation_sets, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.rows import (
@@ -48,19 +48,21 @@ _SAMPLED_BY = {
 }  # fmt: skip
 
 
-def build_distillation_run(config: DistillConfig, base: Path, world: World, live: Live | None = None) -> DistillRun:
+def build_distillation_run(
+    config: DistillConfig, base: Path, world: World, live: Live | None = None
+) -> DistillTraining:
     """Return a run that is ready for its first step; nothing has been written.
 
     Raises:
         UserError: Anything that can be known now; the same error on all ranks.
     """
-    setting = Setting.of(config, base, world)
-    setup = begin(setting, live or Live())
+    run = Run.of(config, base, world)
+    setup = begin(run, live or Live())
     evaluation = _evaluation(config, setup)
-    student = evaluation.sharded
+    student = evaluation.model
     layout = layout_of(student, _BLIND)
-    tokenise = setting.ranks.on_all_ranks(lambda: _tokeniser(config, setting, student.origin, setup.data))
-    stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, setup.data, tokenise, layout))
+    tokenise = run.ranks.on_all_ranks(lambda: _tokeniser(config, run, student.blueprint, setup.data))
+    stream = run.ranks.on_all_ranks(lambda: training_stream(run, setup.data, tokenise, layout))
     common = run_of(setup, evaluation, stream)
     rollout = None if config.rollout is None else config.rollout.model_dump(mode="json", include=_SAMPLED_BY)
     loss = {"distill": config.distill.model_dump_json(), "rollout": json.dumps(rollout, sort_keys=True)}
@@ -69,15 +71,15 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
         "model": {**common.identity["model"], "teacher": evaluation.teacher.mark},
         "objective": {**common.identity["objective"], **loss},
     }
-    run = DistillRun(common=common, evaluation=evaluation)
+    training = DistillTraining(common=common, evaluation=evaluation)
     if config.rollout is not None:
         context = config.data.max_length - config.rollout.max_new_tokens
         sampler = Sampler(open_engine(student, config.rollout))
-        deal_memory(sampler.engine, run.common.trained, config.rollout, context)
+        deal_memory(sampler.engine, training.common.model, config.rollout, context)
         of_samples = objective_of_samples(config, evaluation.teacher)
         seed = config.seed if config.rollout.seed is None else config.rollout.seed
-        run.writing = StudentSampling(sampler, config.rollout, seed, layout, of_samples)
-    return run
+        training.writing = StudentSampling(sampler, config.rollout, seed, layout, of_samples)
+    return training
 
 
 def build_distillation_evaluation(config: DistillConfig, base: Path, world: World) -> DistillEvaluation:
@@ -86,15 +88,15 @@ def build_distillation_evaluation(config: DistillConfig, base: Path, world: Worl
     Raises:
         UserError: As `build_distillation_run`.
     """
-    return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))
+    return _evaluation(config, begin_evaluation(Run.of(config, base, world)))
 
 
 def _evaluation(config: DistillConfig, setup: RunSetup) -> DistillEvaluation:
-    student = build_model(setup.setting, setup.live, partial(_look_at_rows, config, setup))
+    student = build_model(setup.run, setup.live, partial(_look_at_rows, config, setup))
     teacher = build_teacher(student)
     sets = evaluation_sets(setup, student, _BLIND)
     student.temperature = config.distill.temperature
-    return DistillEvaluation(sharded=student, objective=objective_of_rows(config, teacher), sets=sets, teacher=teacher)
+    return DistillEvaluation(model=student, objective=objective_of_rows(config, teacher), sets=sets, teacher=teacher)
 
 
 def objective_of_rows(config: DistillConfig, teacher: Teacher) -> Comparison:
@@ -128,23 +130,23 @@ def _beta(config: DistillConfig) -> float:
 
 
 def _look_at_rows(config: DistillConfig, setup: RunSetup, origin: Blueprint) -> None:
-    setting, data, ranks = setup.setting, setup.data, setup.setting.ranks
-    tokenise = ranks.on_all_ranks(lambda: _tokeniser(config, setting, origin, data))
-    of_sets = ranks.on_all_ranks(lambda: evaluation_tokenisers(setting, origin.tokenizer, data, _BLIND))
-    check_first_rows(setting, data, tokenise, of_sets)
+    run, data, ranks = setup.run, setup.data, setup.run.ranks
+    tokenise = ranks.on_all_ranks(lambda: _tokeniser(config, run, origin, data))
+    of_sets = ranks.on_all_ranks(lambda: evaluation_tokenisers(run, origin.tokenizer, data, _BLIND))
+    check_first_rows(run, data, tokenise, of_sets)
 
 
-def _tokeniser(config: DistillConfig, setting: Setting, origin: Blueprint, data: OpenedData) -> Tokenise[Example]:
+def _tokeniser(config: DistillConfig, run: Run, origin: Blueprint, data: OpenedData) -> Tokenise[Example]:
     """Return the function that makes sequences of rows: with answers, or where those are never read, of prompts."""
     tokenizer, rollout = origin.tokenizer, config.rollout
-    rows = row_tokeniser(setting, tokenizer, data.formats, _BLIND)
+    rows = row_tokeniser(run, tokenizer, data.formats, _BLIND)
     if rollout is None:
         return rows
     longest = config.data.max_length - rollout.max_new_tokens
     if rollout.share < 1:
         return _with_room(rows, config, longest)
     prompts = prompt_tokeniser(
-        RowTokeniser(tokenizer, config.data, setting.base, _BLIND), tokenizer.decode, config.data, longest
+        RowTokeniser(tokenizer, config.data, run.base, _BLIND), tokenizer.decode, config.data, longest
     )
     filler = pad_token(tokenizer)
 

@@ -26,7 +26,7 @@ from holdfast.training.policy.metrics import length_metrics
 from holdfast.training.policy.rollouts import sample_groups
 from holdfast.training.policy.run import Sampler
 from holdfast.training.preference.run import sequence_facts
-from holdfast.training.run import Evaluation, Run, ShardedModel
+from holdfast.training.run import Evaluation, Model, Training
 from holdfast.types import Example, Group, MiniBatch, Prompt
 
 
@@ -57,10 +57,10 @@ class StudentSampling:
 
 
 @dataclass(kw_only=True)
-class DistillRun:
+class DistillTraining:
     """Everything a step touches."""
 
-    common: Run
+    common: Training
     """What every run has."""
     evaluation: DistillEvaluation
     """Of the student that is trained."""
@@ -68,14 +68,14 @@ class DistillRun:
     """None where the student learns from the answers of rows alone."""
 
 
-def completed(run: DistillRun, writing: StudentSampling, mini_batch: MiniBatch) -> MiniBatch:
+def completed(training: DistillTraining, writing: StudentSampling, mini_batch: MiniBatch) -> MiniBatch:
     """Replace the answers of rows by the student's completions; all ranks call this together.
 
     Raises:
         StepAbandoned: A rank was asked to stop; the same on all ranks.
     """
-    student = run.common.trained
-    setting, ranks, step = student.setting, student.setting.ranks, student.state.step
+    student = training.common.model
+    run, ranks, step = student.run, student.run.ranks, student.state.step
     prompts = _prompts(ranks, mini_batch)
     indices = range(writing.rollout.group_size)
     seeds = {
@@ -86,20 +86,20 @@ def completed(run: DistillRun, writing: StudentSampling, mini_batch: MiniBatch) 
     writing.sampler.release(student)
     rank_facts = ranks.gather([_fact(group, ranks.rank) for group in groups])
     facts = sorted((fact for facts_of_rank in rank_facts for fact in facts_of_rank), key=lambda fact: fact.prompt_id)
-    with setting.phase("pack"):
+    with run.phase("pack"):
         examples = {
             (group.prompt.prompt_id, index): example_of_trajectory(group.prompt, trajectory)
             for group in groups
             for index, trajectory in enumerate(group.trajectories)
         }
         candidates = Candidates(examples, sequence_facts(examples, ranks))
-        assembled = assemble(candidates, ranks, setting.config.data, writing.layout)
+        assembled = assemble(candidates, ranks, run.config.data, writing.layout)
     _tell(student, writing.rollout.show_every, groups)
     return replace(assembled, metrics={**mini_batch.metrics, **assembled.metrics, **length_metrics(facts)})
 
 
 def compared_with_teacher(
-    student: ShardedModel, teacher: Reference, objective: Comparison, mini_batch: MiniBatch
+    student: Model, teacher: Reference, objective: Comparison, mini_batch: MiniBatch
 ) -> MiniBatch:
     """Add a teacher's log-probabilities where the objective reads them; all ranks call this together.
 
@@ -108,7 +108,7 @@ def compared_with_teacher(
     """
     if not objective.needs_teacher_logprobs:
         return mini_batch
-    with student.setting.phase("teacher"):
+    with student.run.phase("teacher"):
         return scored(student, teacher, mini_batch, "teacher_logprobs")
 
 
@@ -120,7 +120,7 @@ def evaluate_distilled(
     Of a teacher behind a server the likelihoods alone.
     """
     teacher = evaluation.teacher.of_sets
-    prepare = partial(compared_with_teacher, evaluation.sharded, teacher, evaluation.objective)
+    prepare = partial(compared_with_teacher, evaluation.model, teacher, evaluation.objective)
     return evaluate(evaluation, label, interrupted, prepare)
 
 
@@ -160,12 +160,12 @@ def _fact(group: Group, rank: int) -> GroupFact:
     return GroupFact(group.prompt.prompt_id, rank, completions)
 
 
-def _tell(student: ShardedModel, every: int, groups: Sequence[Group]) -> None:
+def _tell(student: Model, every: int, groups: Sequence[Group]) -> None:
     """Every `rollout.show_every` steps, leave all completions to be written; all ranks call this together."""
     step = student.state.step + 1
     if step % every and step != 1:
         return
-    decode = student.origin.tokenizer.decode
+    decode = student.blueprint.tokenizer.decode
     own_samples = [
         {
             "step": step,
@@ -177,9 +177,9 @@ def _tell(student: ShardedModel, every: int, groups: Sequence[Group]) -> None:
         for group in groups
         for trajectory in group.trajectories
     ]
-    everyone = student.setting.ranks.gather_to_first(own_samples)
+    everyone = student.run.ranks.gather_to_first(own_samples)
     samples = [sample for samples_of_rank in everyone for sample in samples_of_rank]
-    student.setting.log.samples += sorted(samples, key=lambda sample: int(sample["sample_id"]))
+    student.run.log.samples += sorted(samples, key=lambda sample: int(sample["sample_id"]))
 
 
 def prompt_alone(prompt: Prompt, filler: int) -> Example:

@@ -31,7 +31,7 @@ from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.other_models.server import Role, ScoringServer, meet
 from holdfast.training.rollout_memory import free_bytes
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.model import build_policy, probe_logprobs
 from holdfast.types import Batch, LossSum, MiniBatch, Scores
@@ -59,7 +59,7 @@ class AdapterOff:
 
 
 def build_reference(
-    policy: ShardedModel, live: Live, section: ReferenceConfig | ServerReferenceConfig, *, why: str
+    policy: Model, live: Live, section: ReferenceConfig | ServerReferenceConfig, *, why: str
 ) -> Reference:
     """Return the reference policy.
 
@@ -75,33 +75,33 @@ def build_reference(
     """
     if isinstance(section, ServerReferenceConfig):
         return connect_reference(policy, section, why=why)
-    config, world, ranks = policy.setting.config, policy.setting.world, policy.setting.ranks
+    config, world, ranks = policy.run.config, policy.run.world, policy.run.ranks
     kind, note = decide_place(policy, section)
     if world.is_first and note:
         print(note, flush=True)
     if kind == "adapter_off":
         if world.is_first:
             print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
-        if policy.setting.without_numbers is None:
+        if policy.run.without_numbers is None:
             _check_off(policy, ranks)
-        return AdapterOff(policy.model)
+        return AdapterOff(policy.module)
     offload = "parameters" in config.parallel.offloads or kind == "offloaded"
-    twin = policy.setting.with_sections(parallel=config.parallel.of_frozen(in_host_memory=offload))
+    twin = policy.run.with_sections(parallel=config.parallel.of_frozen(in_host_memory=offload))
     origin = ranks.first_rank_first(
         lambda: blueprint(
-            config.model, twin.base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer
+            config.model, twin.base, seed=config.seed, live=live.model, tokenizer=policy.blueprint.tokenizer
         ),
     )
     if world.is_first:
         location = "in host memory" if offload else "sharded like the policy"
         print(f"reference policy: {location}, for {why}; its plan:", flush=True)
     reference = build_policy(twin, origin, trained=False)
-    reference.model.padded = policy.model.padded
-    reference.model.eval()
+    reference.module.padded = policy.module.padded
+    reference.module.eval()
     ranks.on_all_ranks(lambda: check_place(reference, "reference policy"))
-    if policy.setting.without_numbers is None:
-        _check_numbers(reference.model, policy, ranks)
-    return reference.model
+    if policy.run.without_numbers is None:
+        _check_numbers(reference.module, policy, ranks)
+    return reference.module
 
 
 def following_of(
@@ -116,15 +116,15 @@ def following_of(
 
 
 @torch.no_grad()
-def _check_off(policy: ShardedModel, ranks: RankGroup) -> None:
+def _check_off(policy: Model, ranks: RankGroup) -> None:
     """See that adapters can be switched off, and begin as nothing: both ways every bit is the same.
 
     But for DoRA's: lengths of rows come from the CPU at start, and are rounded otherwise where the model computes.
     """
-    adapted = _probe(policy.model, policy)
-    with adapters_off(policy.model):
-        plain = _probe(policy.model, policy)
-    rescaled = any(adapter.magnitude is not None for adapter in adapters_of(policy.model).values())
+    adapted = _probe(policy.module, policy)
+    with adapters_off(policy.module):
+        plain = _probe(policy.module, policy)
+    rescaled = any(adapter.magnitude is not None for adapter in adapters_of(policy.module).values())
     allowed = _ROUNDING[policy.plan.compute_dtype] if rescaled else 0.0
     if any(ranks.gather(not bool(((adapted - plain).abs() <= allowed).all()))):
         raise ModelError(
@@ -133,19 +133,19 @@ def _check_off(policy: ShardedModel, ranks: RankGroup) -> None:
         )
 
 
-def check_place(sharded: ShardedModel, title: str) -> None:
+def check_place(model: Model, title: str) -> None:
     """See that a frozen model is frozen, and lies where its plan puts it.
 
     Args:
-        sharded: Built.
+        model: Built.
         title: What messages call it.
 
     Raises:
         ModelError: A parameter is trained, or lies on another device or split otherwise than planned.
     """
-    plan = sharded.plan
-    expected = "cpu" if plan.cpu_offload else sharded.setting.world.device.type
-    for name, parameter in sharded_parameters(sharded.model).items():
+    plan = model.plan
+    expected = "cpu" if plan.cpu_offload else model.run.world.device.type
+    for name, parameter in sharded_parameters(model.module).items():
         if parameter.requires_grad:
             raise ModelError(f"The {title} would be trained: {name} requires a gradient. Please report this.")
         if parameter.device.type != expected:
@@ -157,9 +157,9 @@ def check_place(sharded: ShardedModel, title: str) -> None:
 
 
 @torch.no_grad()
-def _check_numbers(reference: PolicyModel, policy: ShardedModel, ranks: RankGroup) -> None:
+def _check_numbers(reference: PolicyModel, policy: Model, ranks: RankGroup) -> None:
     """Compare both on one sequence: they hold the same weights, so every bit is the same."""
-    logprobs = [_probe(model, policy) for model in (policy.model, reference)]
+    logprobs = [_probe(model, policy) for model in (policy.module, reference)]
     differ = not torch.equal(logprobs[0], logprobs[1])
     if any(ranks.gather(differ)):
         gap = float((logprobs[0] - logprobs[1]).abs().max())
@@ -169,32 +169,30 @@ def _check_numbers(reference: PolicyModel, policy: ShardedModel, ranks: RankGrou
         )
 
 
-def _probe(model: PolicyModel, policy: ShardedModel) -> Tensor:
-    vocabulary = int(policy.origin.skeleton.config.get_text_config().vocab_size)
+def _probe(model: PolicyModel, policy: Model) -> Tensor:
+    vocabulary = int(policy.blueprint.skeleton.config.get_text_config().vocab_size)
     tokens = torch.arange(_PROBE_TOKENS).mul(7919).remainder(vocabulary).numpy()
-    return probe_logprobs(model, tokens, policy.setting.world.device)
+    return probe_logprobs(model, tokens, policy.run.world.device)
 
 
 ReferencePlace = Literal["none", "adapter_off", "sharded", "offloaded"]
 
 
-def decide_place(policy: ShardedModel, section: ReferenceConfig) -> tuple[ReferencePlace, str]:
+def decide_place(policy: Model, section: ReferenceConfig) -> tuple[ReferencePlace, str]:
     """Return where the reference lives, and for auto what a user should read of the choice; on all ranks the same."""
     if section.kind != "auto":
         return section.kind, ""
     adapters_stay = why_not_adapter_off(policy, section)
     free = (
-        min(policy.setting.ranks.gather(free_bytes(policy.setting.world)))
-        if policy.setting.world.device.type == "cuda"
-        else None
+        min(policy.run.ranks.gather(free_bytes(policy.run.world))) if policy.run.world.device.type == "cuda" else None
     )
     kind, why = choose_place(policy.plan, adapters_stay, free)
     return kind, f"reference: auto is {kind}, since {why}. {alternatives(policy.plan, adapters_stay)}"
 
 
-def why_not_adapter_off(policy: ShardedModel, section: ReferenceConfig) -> str:
+def why_not_adapter_off(policy: Model, section: ReferenceConfig) -> str:
     """Return why the policy without its adapters is not the reference; "" where it is."""
-    lora = policy.setting.config.model.lora
+    lora = policy.run.config.model.lora
     if lora is None:
         return "model.lora is not set"
     if lora.train:
@@ -240,7 +238,7 @@ NO_IMAGES = LeftOutByRun("reference.kind: server sends tokens, and no images; us
 """Why no row may have images."""
 
 
-def connect_reference(policy: ShardedModel, section: ServerReferenceConfig, *, why: str) -> ScoringServer:
+def connect_reference(policy: Model, section: ServerReferenceConfig, *, why: str) -> ScoringServer:
     """Return the reference policy behind an endpoint, compared with the policy; all ranks call this together.
 
     Args:
@@ -252,9 +250,9 @@ def connect_reference(policy: ShardedModel, section: ServerReferenceConfig, *, w
         ConfigError: It cannot be reached, or does not serve what is asked for; the same on all ranks.
         ModelError: Its tokenizer, its vocabulary or its weights are not the policy's.
     """
-    scoring_server, compared = meet(policy, section, _ROLE, samples=policy.setting.config.samples, drift=section.bound)
+    scoring_server, compared = meet(policy, section, _ROLE, samples=policy.run.config.samples, drift=section.bound)
     probe, model = scoring_server.probe, scoring_server.server.model
-    difference = max(policy.setting.ranks.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
+    difference = max(policy.run.ranks.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
     if section.bound is not None and not difference <= section.bound:
         raise ModelError(
             f"reference: {model} at {section.url} is not the model at start: of one text their log-probabilities "
@@ -262,7 +260,7 @@ def connect_reference(policy: ShardedModel, section: ServerReferenceConfig, *, w
             "model.path; or set reference.bound: null if another reference is what you want, or a larger bound if its "
             "precision is lower."
         )
-    if policy.setting.world.is_first:
+    if policy.run.world.is_first:
         note = "" if compared else "; its tokenizer could not be compared, since it named no tokens"
         print(
             f"reference policy: {model} at {section.url}, for {why}; of one text its log-probabilities differ "
@@ -273,9 +271,7 @@ def connect_reference(policy: ShardedModel, section: ServerReferenceConfig, *, w
 
 
 @torch.no_grad()
-def scored(
-    sharded: ShardedModel, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False
-) -> MiniBatch:
+def scored(sharded: Model, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False) -> MiniBatch:
     """Add a model's log-probabilities, and perhaps `entropy`, to every trained token; all ranks call this together.
 
     Args:
@@ -289,7 +285,7 @@ def scored(
         return model.scored(mini_batch, name)
     batches = []
     for micro_batch in mini_batch.micro_batches:
-        batch = to_device(micro_batch, sharded.setting.world.device)
+        batch = to_device(micro_batch, sharded.run.world.device)
         scores = model(batch, temperature=sharded.temperature, entropy=entropy)
         assert isinstance(scores, Scores)
         added = {name: on_tokens(batch, scores.logprobs)}

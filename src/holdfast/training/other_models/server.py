@@ -23,7 +23,7 @@ from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.parallel.collectives import RankGroup
 from holdfast.text.shortening import shortened
 from holdfast.training.other_models.endpoint import CompletionServer, ServedModel
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 from holdfast.training.setup.model import probe_logprobs
 from holdfast.types import Batch, MiniBatch, host_value
 
@@ -54,9 +54,9 @@ class Probe:
     logprobs: NDArray[np.float64]
     """[L - 1], of all tokens but the first"""
 
-    def told_by(self, trained: ShardedModel) -> NDArray[np.float64]:
+    def told_by(self, model: Model) -> NDArray[np.float64]:
         """Return [L - 1], what the model that is trained says of it now; all ranks call this together."""
-        return probe_logprobs(trained.model, np.array(self.tokens), trained.setting.world.device).cpu().double().numpy()
+        return probe_logprobs(model.module, np.array(self.tokens), model.run.world.device).cpu().double().numpy()
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,12 @@ class ConnectedServer(NamedTuple):
 
 
 def meet(
-    trained: ShardedModel, section: ServerConfig, role: Role, *, samples: bool, drift: float | None = None
+    model: Model, section: ServerConfig, role: Role, *, samples: bool, drift: float | None = None
 ) -> ConnectedServer:
     """Return the model behind an endpoint, with the tokens of the trained one; all ranks call this together.
 
     Args:
-        trained: Freshly built.
+        model: Freshly built.
         section: Where the endpoint is.
         role: What is expected there.
         samples: Whether it is asked for texts that the trained model writes: that may have tokens which no text has.
@@ -182,14 +182,14 @@ def meet(
             ranks.
         ModelError: Its tokenizer or its vocabulary is not that of the trained model.
     """
-    return trained.setting.ranks.on_all_ranks(
-        lambda: _connected(trained, section, role, _vocabulary(trained, samples=samples), drift or _DRIFT)
+    return model.run.ranks.on_all_ranks(
+        lambda: _connected(model, section, role, _vocabulary(model, samples=samples), drift or _DRIFT)
     )
 
 
-def _connected(trained: ShardedModel, section: ServerConfig, role: Role, size: int, drift: float) -> ConnectedServer:
+def _connected(trained: Model, section: ServerConfig, role: Role, size: int, drift: float) -> ConnectedServer:
     """Return the endpoint with its model chosen and checked; one rank's part of `meet`."""
-    tokenizer, longest = trained.origin.tokenizer, trained.setting.config.data.max_length
+    tokenizer, longest = trained.blueprint.tokenizer, trained.run.config.data.max_length
     server = CompletionServer.of(section, role.section)
     try:
         offered = server.models()
@@ -205,7 +205,7 @@ def _connected(trained: ShardedModel, section: ServerConfig, role: Role, size: i
             f"it ({role.section}.answers)."
         ) from error
     return ConnectedServer(
-        ScoringServer(role, server, trained.setting.ranks, trained.setting.world.device, probe, drift), compared
+        ScoringServer(role, server, trained.run.ranks, trained.run.world.device, probe, drift), compared
     )
 
 
@@ -259,10 +259,10 @@ def _first(tokens: Sequence[int | None]) -> str:
     return ", ".join("?" if token is None else str(token) for token in tokens[:6])
 
 
-def _vocabulary(trained: ShardedModel, *, samples: bool) -> int:
+def _vocabulary(model: Model, *, samples: bool) -> int:
     """Return how many tokens an endpoint may be asked for: a model samples also those that no text has."""
-    vocabulary_size = int(trained.origin.skeleton.config.get_text_config().vocab_size)
-    return vocabulary_size if samples else min(vocabulary_size, len(trained.origin.tokenizer))
+    vocabulary_size = int(model.blueprint.skeleton.config.get_text_config().vocab_size)
+    return vocabulary_size if samples else min(vocabulary_size, len(model.blueprint.tokenizer))
 
 
 def _check_vocabulary(server: CompletionServer, size: int, longest: int, role: Role) -> None:

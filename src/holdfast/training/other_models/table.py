@@ -36,7 +36,7 @@ from holdfast.training.fingerprints import (
     weights_fingerprint,
 )
 from holdfast.training.other_models.reference import Reference, build_reference, scored
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.rows import (
     Accept,
@@ -106,7 +106,7 @@ def _carrying(example: Example, table: ReferenceTable, path: Path, name: str) ->
     return replace(example, per_token={**example.per_token, LOGPROB_COLUMN: column})
 
 
-def tabulate(run: ShardedModel, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
+def tabulate(run: Model, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
     """Score every sequence of some streams; all ranks call this together and have the same table."""
     sums: dict[tuple[int, int], float] = {}
     for stream in streams:
@@ -122,7 +122,7 @@ def tabulate(run: ShardedModel, reference: Reference, streams: Iterable[SampleSt
                     strict=True,
                 )
             ]
-            for rank_sums in run.setting.ranks.gather(own_sums):
+            for rank_sums in run.run.ranks.gather(own_sums):
                 sums |= dict(rank_sums)
             step += 1
     keys = sorted(sums)
@@ -197,7 +197,7 @@ class TableInputs:
     """The inputs that a table of reference log-probabilities is computed from."""
 
     config: DPOConfig
-    measured: ShardedModel
+    measured: Model
     data: OpenedData
     live: Live
     layout: Layout
@@ -228,7 +228,7 @@ def _table(inputs: TableInputs, path: Path) -> ReferenceTable:
         ConfigError: The file is not this run's, or the model has no file of its own.
     """
     config, measured = inputs.config, inputs.measured
-    ranks, first = measured.setting.ranks, measured.setting.world.is_first
+    ranks, first = measured.run.ranks, measured.run.world.is_first
     if inputs.live.model is not None:
         raise ConfigError(
             "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
@@ -252,7 +252,7 @@ def _table(inputs: TableInputs, path: Path) -> ReferenceTable:
 
 
 def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
-    ranks = inputs.measured.setting.ranks
+    ranks = inputs.measured.run.ranks
     filters = [(source, inputs.accept) for source in inputs.data.training]
     filters += [(source, filter_of(source, inputs.accept)) for source in inputs.data.evaluation.values()]
     for source, accept in filters:
@@ -263,13 +263,13 @@ def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
 
 def _about(inputs: TableInputs) -> dict[str, str]:
     """Return hashes of all that the numbers depend on; reads files."""
-    config, data, origin = inputs.config, inputs.data, inputs.measured.origin
+    config, data, origin = inputs.config, inputs.data, inputs.measured.blueprint
     mark = weights_fingerprint(origin, config.seed)
     model = config.model.model_dump_json(exclude={"path", "tokenizer"})
     precision: str = config.parallel.compute_dtype
     if isinstance(config.reference, ServerReferenceConfig):
         precision += f" server {config.reference.model}"
-    precision += adapter_fingerprint(inputs.measured.setting)
+    precision += adapter_fingerprint(inputs.measured.run)
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
     return {

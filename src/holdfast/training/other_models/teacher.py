@@ -17,7 +17,7 @@ from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.training.fingerprints import fingerprint_once, weights_fingerprint
 from holdfast.training.other_models.reference import check_place
 from holdfast.training.other_models.server import Role, ScoringServer, meet
-from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.run import Model, Run
 from holdfast.training.setup.model import build_policy, check_positions
 
 
@@ -32,14 +32,14 @@ class Teacher:
     """Identifies the teacher's weights: the hash of the files, or the name of the served model."""
 
 
-def build_teacher(student: ShardedModel) -> Teacher:
+def build_teacher(student: Model) -> Teacher:
     """Return the teacher of a freshly built student.
 
     Raises:
         ModelError: It has other tokens than the student, its files do not fit, or it is not where its plan puts it.
         ConfigError: It cannot read the student's batches, or its server cannot be used.
     """
-    config = student.setting.config
+    config = student.run.config
     assert isinstance(config, DistillConfig)
     match config.teacher:
         case ServerTeacherConfig() as section:
@@ -49,11 +49,11 @@ def build_teacher(student: ShardedModel) -> Teacher:
             return _in_memory(student, config, section)
 
 
-def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherConfig) -> Teacher:
-    base, world, ranks = student.setting.base, student.setting.world, student.setting.ranks
+def _in_memory(student: Model, config: DistillConfig, section: TeacherConfig) -> Teacher:
+    base, world, ranks = student.run.base, student.run.world, student.run.ranks
     twin = teacher_configuration(config, section, student)
-    tokenizer = ranks.first_rank_first(lambda: _tokenizer(section, twin.model, student.setting))
-    ranks.on_all_ranks(lambda: check_tokens(student.origin.tokenizer, tokenizer, section.path))
+    tokenizer = ranks.first_rank_first(lambda: _tokenizer(section, twin.model, student.run))
+    ranks.on_all_ranks(lambda: check_tokens(student.blueprint.tokenizer, tokenizer, section.path))
     origin = ranks.first_rank_first(lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
     note = ranks.on_all_ranks(lambda: _checked(twin, origin, student))
     if world.is_first:
@@ -61,14 +61,14 @@ def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherCon
         print(f"teacher: {section.path}, {location}; its plan:", flush=True)
         if note:
             print(note, flush=True)
-    teacher = build_policy(replace(student.setting, config=twin), origin, trained=False)
-    teacher.model.eval()
+    teacher = build_policy(replace(student.run, config=twin), origin, trained=False)
+    teacher.module.eval()
     ranks.on_all_ranks(lambda: check_place(teacher, "teacher"))
     fingerprint_once(origin.directory, ranks)
-    return Teacher(teacher.model, teacher.model, weights_fingerprint(origin, config.seed))
+    return Teacher(teacher.module, teacher.module, weights_fingerprint(origin, config.seed))
 
 
-def teacher_configuration(config: DistillConfig, section: TeacherConfig, student: ShardedModel) -> DistillConfig:
+def teacher_configuration(config: DistillConfig, section: TeacherConfig, student: Model) -> DistillConfig:
     """Return the run's configuration as the teacher's: its files, in the student's precision, place and layout."""
     student_model = config.model
     model = ModelConfig(
@@ -87,14 +87,14 @@ def teacher_configuration(config: DistillConfig, section: TeacherConfig, student
         "model": model,
         "parallel": config.parallel.of_frozen(in_host_memory=offload),
     }
-    if student.model.padded:
+    if student.module.padded:
         changed["data"] = config.data.model_copy(update={"packing": "none"})
     return config.model_copy(update=changed)
 
 
-def _tokenizer(section: TeacherConfig, model: ModelConfig, setting: Setting) -> Any:
+def _tokenizer(section: TeacherConfig, model: ModelConfig, run: Run) -> Any:
     try:
-        return load_tokenizer(model, setting.base)
+        return load_tokenizer(model, run.base)
     except ModelError as error:
         raise ModelError(
             f"teacher.path {section.path}: {error} Of the teacher, the key is teacher.tokenizer: its tokens "
@@ -139,20 +139,20 @@ def _token_name(ids: dict[str, int], token: str) -> str:
     return f"token {ids[token]}" if token in ids else "no token"
 
 
-def _checked(twin: DistillConfig, origin: Blueprint, student: ShardedModel) -> str:
+def _checked(twin: DistillConfig, origin: Blueprint, student: Model) -> str:
     """Return what a user should know of the teacher; "" if there is nothing.
 
     Raises:
         ConfigError: It reads one sequence per row, and the student reads packs; or sequences are too long for it.
         ModelError: The student may write a token that the teacher's head has no row for.
     """
-    if not origin.packed and not student.model.padded:
+    if not origin.packed and not student.module.padded:
         why = origin.family.why_not_packed or "model.attention says so"
         raise ConfigError(
             f"The teacher {twin.model.path} ({origin.family.name}) reads one sequence per row, since {why}, and the "
             "student reads several. Set data.packing: none."
         )
-    rows = [int(model.skeleton.config.get_text_config().vocab_size) for model in (student.origin, origin)]
+    rows = [int(model.skeleton.config.get_text_config().vocab_size) for model in (student.blueprint, origin)]
     notes = [check_positions(twin, origin, reads_only=True)]
     if twin.rollout is not None and rows[0] > rows[1]:
         raise ModelError(
@@ -171,7 +171,7 @@ def _checked(twin: DistillConfig, origin: Blueprint, student: ShardedModel) -> s
 _ROLE = Role("teacher", "teacher", "student")
 
 
-def connect_teacher(student: ShardedModel, section: ServerTeacherConfig) -> ScoringServer:
+def connect_teacher(student: Model, section: ServerTeacherConfig) -> ScoringServer:
     """Return the teacher behind an endpoint, which has scored a text; all ranks call this together.
 
     Raises:
@@ -182,14 +182,14 @@ def connect_teacher(student: ShardedModel, section: ServerTeacherConfig) -> Scor
     scoring_server, compared = meet(student, section, _ROLE, samples=True)
     probe, model = scoring_server.probe, scoring_server.server.model
     # A reference would be seen to speak of other tokens by its numbers. Of another model no numbers are expected.
-    if not all(student.setting.ranks.gather(compared)):
+    if not all(student.run.ranks.gather(compared)):
         raise ModelError(
             f"teacher: {model} at {section.url} does not say which tokens it makes of a text, so they cannot be known "
             "to be the student's. Use a server that names tokens by their ids, as vLLM does "
             "(teacher.answers: prompt_logprobs), or a teacher in memory (teacher.kind: sharded)."
         )
     student_logprobs = probe.told_by(student)
-    if student.setting.world.is_first:
+    if student.run.world.is_first:
         print(
             f"teacher: {model} at {section.url}, with the student's tokenizer; a token of one text takes it "
             f"{-probe.logprobs.mean():.3g} nats, and the student {-student_logprobs.mean():.3g}. Evaluation sets tell "

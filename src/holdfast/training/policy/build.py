@@ -32,9 +32,9 @@ from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.episodes import episodes_of
 from holdfast.training.policy.reward_columns import refuse_absent_columns
-from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, note_what_stays
+from holdfast.training.policy.run import PolicyEvaluation, PolicyTraining, PromptSet, Sampler, Score, note_what_stays
 from holdfast.training.rollout_memory import deal_memory
-from holdfast.training.run import Setting, ShardedModel, Trained
+from holdfast.training.run import Model, Run
 from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.losses import policy_objective
@@ -56,7 +56,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     live: Live | None = None,
     columns: Mapping[str, Sequence[str]] | None = None,
     environments: EnvironmentPool | None = None,
-) -> PolicyRun:
+) -> PolicyTraining:
     """Return a run that is ready for its first step; nothing has been written.
 
     Args:
@@ -72,43 +72,43 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
         UserError: Anything that can be known now; the same error on all ranks.
     """
     live = live or Live()
-    setting = Setting.of(config, base, world)
-    setup = begin(setting, live)
+    run = Run.of(config, base, world)
+    setup = begin(run, live)
     objective = _objective(config, setup)
-    sharded = _sharded(config, setup, columns, environments)
-    images = _images(config, sharded.origin)
-    rows = _rows(config, sharded.setting, sharded.origin, images, environments)
-    tokenise = _tokeniser(config, sharded, rows)
-    stream = setting.ranks.on_all_ranks(lambda: prompt_stream(setting, setup.data, tokenise))
-    _check_shared_prefix(config, sharded)
-    mark_reward_models(setting)
+    model = _sharded(config, setup, columns, environments)
+    images = _images(config, model.blueprint)
+    rows = _rows(config, model.run, model.blueprint, images, environments)
+    tokenise = _tokeniser(config, model, rows)
+    stream = run.ranks.on_all_ranks(lambda: prompt_stream(run, setup.data, tokenise))
+    _check_shared_prefix(config, model)
+    mark_reward_models(run)
     evaluation = PolicyEvaluation(
-        sharded=sharded,
+        model=model,
         objective=objective,
-        sampler=_sampler(config, sharded),
+        sampler=_sampler(config, model),
         score=score,
         images=images,
-        prompt_sets=_prompt_sets(setup, sharded, tokenise),
+        prompt_sets=_prompt_sets(setup, model, tokenise),
         several_sources=len(setup.data.training) > 1,
-        episodes=setting.ranks.on_all_ranks(lambda: episodes_of(config, environments, sharded, rows)),
+        episodes=run.ranks.on_all_ranks(lambda: episodes_of(config, environments, model, rows)),
     )
-    reference = _reference(config, sharded, live)
-    run = PolicyRun(
+    reference = _reference(config, model, live)
+    training = PolicyTraining(
         common=run_of(setup, evaluation, stream),
         evaluation=evaluation,
         reference=reference,
-        user_advantage=setting.ranks.on_all_ranks(lambda: _user_advantage(config, setting)),
+        user_advantage=run.ranks.on_all_ranks(lambda: _user_advantage(config, run)),
     )
-    evaluation.stream = run.prompts
-    run.ahead = run.common.ahead = _ahead(config, evaluation.sampler)
-    run.trained.following = following_of(reference, config.reference)
+    evaluation.stream = training.prompts
+    training.ahead = training.common.ahead = _ahead(config, evaluation.sampler)
+    training.model.following = following_of(reference, config.reference)
     if config.critic is not None:
-        add_critic(run, config.critic, live)
-    _deal_memory(config, evaluation, companions=run.common.companions.values())
-    note_what_stays(run)
+        add_critic(training, config.critic, live)
+    _deal_memory(config, evaluation, companions=training.common.companions.values())
+    note_what_stays(training)
     if world.is_first and (deleted := unreplayable_steps(config)):
         print(f"warning: {deleted}", flush=True)
-    return run
+    return training
 
 
 def build_policy_evaluation(  # noqa: PLR0913 - as above
@@ -124,20 +124,20 @@ def build_policy_evaluation(  # noqa: PLR0913 - as above
     Raises:
         UserError: As `build_policy_run`.
     """
-    setup = begin_evaluation(Setting.of(config, base, world))
+    setup = begin_evaluation(Run.of(config, base, world))
     objective = _objective(config, setup)
-    sharded = _sharded(config, setup, columns, environments)
-    images = _images(config, sharded.origin)
-    rows = _rows(config, sharded.setting, sharded.origin, images, environments)
-    tokenise = _tokeniser(config, sharded, rows)
+    model = _sharded(config, setup, columns, environments)
+    images = _images(config, model.blueprint)
+    rows = _rows(config, model.run, model.blueprint, images, environments)
+    tokenise = _tokeniser(config, model, rows)
     evaluation = PolicyEvaluation(
-        sharded=sharded,
+        model=model,
         objective=objective,
-        sampler=_sampler(config, sharded),
+        sampler=_sampler(config, model),
         score=score,
         images=images,
-        prompt_sets=_prompt_sets(setup, sharded, tokenise),
-        episodes=sharded.setting.ranks.on_all_ranks(lambda: episodes_of(config, environments, sharded, rows)),
+        prompt_sets=_prompt_sets(setup, model, tokenise),
+        episodes=model.run.ranks.on_all_ranks(lambda: episodes_of(config, environments, model, rows)),
     )
     _deal_memory(config, evaluation, trains=False)
     return evaluation
@@ -167,8 +167,8 @@ def _objective(config: GRPOConfig, setup: RunSetup) -> Objective:
                     f"{section}: a loss of your own (objective=) takes nothing from this section. Write it into the "
                     "loss, and leave the section out."
                 )
-    setting = setup.setting
-    return setup.live.objective or setting.ranks.on_all_ranks(lambda: policy_objective(config, setting))
+    run = setup.run
+    return setup.live.objective or run.ranks.on_all_ranks(lambda: policy_objective(config, run))
 
 
 def _ahead(config: GRPOConfig, sampler: Sampler) -> CompletionsAhead | None:
@@ -178,7 +178,7 @@ def _ahead(config: GRPOConfig, sampler: Sampler) -> CompletionsAhead | None:
     return CompletionsAhead(sampler.engine, config)
 
 
-def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], RewardMatrix] | None:
+def _user_advantage(config: GRPOConfig, run: Run) -> Callable[[Groups], RewardMatrix] | None:
     """Return what makes the advantages, if it is the user's own.
 
     Raises:
@@ -187,7 +187,7 @@ def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], 
     section = config.advantage
     if not isinstance(section, UserAdvantageConfig):
         return None
-    function = partial(load_function(section.path, setting.base, "advantage.path"), **section.kwargs)
+    function = partial(load_function(section.path, run.base, "advantage.path"), **section.kwargs)
     return partial(user_advantages, function, name=section.path)
 
 
@@ -196,36 +196,36 @@ def _sharded(
     setup: RunSetup,
     columns: Mapping[str, Sequence[str]] | None,
     environments: EnvironmentPool | None,
-) -> ShardedModel:
+) -> Model:
     def look(origin: Blueprint) -> None:
-        setting, ranks = setup.setting, setup.setting.ranks
+        run, ranks = setup.run, setup.run.ranks
         ranks.on_all_ranks(
             lambda: refuse_absent_columns(setup.data, columns or {}, skips=config.data.on_bad_row == "skip")
         )
-        rows = _rows(config, setting, origin, _images(config, origin), environments)
+        rows = _rows(config, run, origin, _images(config, origin), environments)
         sees = origin.image_processor is not None
-        check_first_rows(setting, setup.data, _prompts(config, origin, rows), sees=sees)
+        check_first_rows(run, setup.data, _prompts(config, origin, rows), sees=sees)
 
-    sharded = build_model(setup.setting, setup.live, look)
-    sharded.temperature = config.rollout.temperature
+    model = build_model(setup.run, setup.live, look)
+    model.temperature = config.rollout.temperature
     if config.rollout.renormalise:
         support = Support(config.rollout.top_k, config.rollout.top_p, config.rollout.min_p)
-        sharded.model.head_spec = replace(sharded.model.head_spec, support=support)
-    return sharded
+        model.module.head_spec = replace(model.module.head_spec, support=support)
+    return model
 
 
-def _sampler(config: GRPOConfig, sharded: ShardedModel) -> Sampler:
+def _sampler(config: GRPOConfig, model: Model) -> Sampler:
     # Turns are decoded operation by operation, since their prompts grow: no recording is tried for them.
     graphs = config.rollout.graphs if config.environment is None else "off"
     rollout = config.rollout.model_copy(update={"graphs": graphs})
-    return Sampler(open_engine(sharded, rollout))
+    return Sampler(open_engine(model, rollout))
 
 
 def _deal_memory(
-    config: GRPOConfig, evaluation: PolicyEvaluation, *, companions: Iterable[Trained] = (), trains: bool = True
+    config: GRPOConfig, evaluation: PolicyEvaluation, *, companions: Iterable[Model] = (), trains: bool = True
 ) -> None:
-    engine, sharded, context = evaluation.sampler.engine, evaluation.sharded, config.longest_context
-    deal_memory(engine, sharded, config.rollout, context, companions=companions, trains=trains)
+    engine, model, context = evaluation.sampler.engine, evaluation.model, config.longest_context
+    deal_memory(engine, model, config.rollout, context, companions=companions, trains=trains)
 
 
 def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:
@@ -243,26 +243,24 @@ def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:
 
 def _rows(
     config: GRPOConfig,
-    setting: Setting,
+    run: Run,
     origin: Blueprint,
     images: ImageSide | str,
     environments: EnvironmentPool | None,
 ) -> RowTokeniser:
     tools = None if config.environment is None or environments is None else environments.tools_of
-    return setting.ranks.on_all_ranks(
-        lambda: RowTokeniser(origin.tokenizer, config.data, setting.base, images, tools=tools)
-    )
+    return run.ranks.on_all_ranks(lambda: RowTokeniser(origin.tokenizer, config.data, run.base, images, tools=tools))
 
 
-def _tokeniser(config: GRPOConfig, sharded: ShardedModel, rows: RowTokeniser) -> Tokenise[Prompt]:
-    return _prompts(config, sharded.origin, rows, why_no_videos(sharded, config.rollout.engine))
+def _tokeniser(config: GRPOConfig, model: Model, rows: RowTokeniser) -> Tokenise[Prompt]:
+    return _prompts(config, model.blueprint, rows, why_no_videos(model, config.rollout.engine))
 
 
 def _prompts(config: GRPOConfig, origin: Blueprint, rows: RowTokeniser, refusal: str = "") -> Tokenise[Prompt]:
     return prompt_tokeniser(rows, origin.tokenizer.decode, config.data, config.longest_prompt, refusal)
 
 
-def _reference(config: GRPOConfig, policy: ShardedModel, live: Live) -> Reference | None:
+def _reference(config: GRPOConfig, policy: Model, live: Live) -> Reference | None:
     """Return the reference policy, or None where no KL term needs one."""
     kind, coefficient = config.reference.kind, config.kl.coefficient
     if kind == "none" or coefficient == 0:
@@ -270,15 +268,15 @@ def _reference(config: GRPOConfig, policy: ShardedModel, live: Live) -> Referenc
     return build_reference(policy, live, config.reference, why=f"kl.coefficient={coefficient:g}")
 
 
-def _prompt_sets(setup: RunSetup, sharded: ShardedModel, tokenise: Tokenise[Prompt]) -> tuple[PromptSet, ...]:
+def _prompt_sets(setup: RunSetup, model: Model, tokenise: Tokenise[Prompt]) -> tuple[PromptSet, ...]:
     """Read this rank's share of the evaluation sets now, so that what is wrong with them shows before step 1.
 
     Raises:
         DataError: A row is malformed, or no prompt is short enough; the same on all ranks.
     """
-    setting, limit = sharded.setting, sharded.setting.config.evaluation.limit_samples
-    ranks, sets = setting.ranks, []
-    accept = ranks.on_all_ranks(lambda: row_filter(setting))
+    run, limit = model.run, model.run.config.evaluation.limit_samples
+    ranks, sets = run.ranks, []
+    accept = ranks.on_all_ranks(lambda: row_filter(run))
     for name, source in setup.data.evaluation.items():
         read = partial(first_sequences, source, tokenise, limit, ranks, filter_of(source, accept))
         prompts = tuple(ranks.on_all_ranks(read))
@@ -291,10 +289,10 @@ def _prompt_sets(setup: RunSetup, sharded: ShardedModel, tokenise: Tokenise[Prom
     return tuple(sets)
 
 
-def _check_shared_prefix(config: GRPOConfig, sharded: ShardedModel) -> None:
-    if config.rollout.shared_prefix == "on" and sharded.model.padded:
-        why = sharded.origin.family.why_not_packed or "data.packing or model.attention says so"
+def _check_shared_prefix(config: GRPOConfig, model: Model) -> None:
+    if config.rollout.shared_prefix == "on" and model.module.padded:
+        why = model.blueprint.family.why_not_packed or "data.packing or model.attention says so"
         raise ConfigError(
-            f"rollout.shared_prefix: on, but {sharded.origin.family.name} is trained with one sequence per row "
+            f"rollout.shared_prefix: on, but {model.blueprint.family.name} is trained with one sequence per row "
             f"({why}), where nothing can be shared. Use auto."
         )

@@ -30,15 +30,15 @@ from holdfast.objectives.supervised import ValueLoss
 from holdfast.training.other_models.reference import on_tokens, scored
 from holdfast.training.policy.metrics import of_several_updates
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.training.policy.run import CRITIC, PolicyRun
-from holdfast.training.run import Logbook, Trained
+from holdfast.training.policy.run import CRITIC, PolicyTraining
+from holdfast.training.run import Logbook, Model
 from holdfast.training.setup.begin import Live, trained_of
 from holdfast.training.setup.model import build_policy
 from holdfast.training.step import train_step
 from holdfast.types import Batch, MiniBatch, Trajectory, host_value
 
 
-def add_critic(run: PolicyRun, section: CriticConfig, live: Live) -> None:
+def add_critic(training: PolicyTraining, section: CriticConfig, live: Live) -> None:
     """Give a policy's run the critic that its configuration asks for.
 
     Raises:
@@ -46,47 +46,47 @@ def add_critic(run: PolicyRun, section: CriticConfig, live: Live) -> None:
             the same on all ranks.
     """
     with _errors_of_critic():
-        critic = _critic(run, section, live)
-    run.common.companions[CRITIC] = critic
-    run.trained.state.companions[CRITIC] = critic.state
+        critic = _critic(training, section, live)
+    training.common.companions[CRITIC] = critic
+    training.model.state.companions[CRITIC] = critic.state
 
 
-def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
-    policy, config, ranks = run.trained, critic_training(run.config, section), run.setting.ranks
+def _critic(training: PolicyTraining, section: CriticConfig, live: Live) -> Model:
+    policy, config, ranks = training.model, critic_training(training.config, section), training.run.ranks
     if live.model is not None and section.path is None:
         raise ConfigError(
             "the policy was given in Python (model=), and there are no files of it to start from. Name a directory in "
             "critic.path, such as the one the policy was loaded from."
         )
-    if isinstance(run.evaluation.images, ImageSide):
+    if isinstance(training.evaluation.images, ImageSide):
         raise ConfigError(
-            f"{run.trained.origin.family.name} sees images, and a critic reads text alone. Use an advantage that "
+            f"{training.model.blueprint.family.name} sees images, and a critic reads text alone. Use an advantage that "
             "compares completions with each other, such as advantage: grpo."
         )
     has_own_files = section.path is not None
     origin = ranks.first_rank_first(
         lambda: blueprint(
             config.model,
-            run.setting.base,
+            training.run.base,
             seed=config.seed,
-            tokenizer=None if has_own_files else policy.origin.tokenizer,
+            tokenizer=None if has_own_files else policy.blueprint.tokenizer,
             scorer=True,
         ),
     )
-    ranks.on_all_ranks(lambda: _check_tokens(policy.origin, origin))
-    if policy.model.padded:
+    ranks.on_all_ranks(lambda: _check_tokens(policy.blueprint, origin))
+    if policy.module.padded:
         config = config.model_copy(update={"data": config.data.model_copy(update={"packing": "none"})})
-    if run.setting.world.is_first:
+    if training.run.world.is_first:
         print("critic: its plan:", flush=True)
-    critic = build_policy(replace(run.setting, config=config, log=Logbook()), origin)
-    if critic.model.padded and not policy.model.padded:
+    critic = build_policy(replace(training.run, config=config, log=Logbook()), origin)
+    if critic.module.padded and not policy.module.padded:
         raise ConfigError(
             f"{origin.family.name} is trained with one sequence per row ({origin.family.why_not_packed}), and the "
             "policy's are packed. Set data.packing: none."
         )
-    trained = trained_of(critic, policy.total_steps)
-    trained.host_offload = policy.host_offload
-    return trained
+    model = trained_of(critic, policy.total_steps)
+    model.host_offload = policy.host_offload
+    return model
 
 
 def _check_tokens(policy: Blueprint, critic: Blueprint) -> None:
@@ -157,28 +157,30 @@ def with_rewards(rollout: Rollout, exact: type[np.floating[Any]]) -> Rollout:
 
 
 def with_values(
-    run: PolicyRun, critic: Trained, objective: Objective, rollout: Rollout, mini_batches: Sequence[MiniBatch]
+    training: PolicyTraining, critic: Model, objective: Objective, rollout: Rollout, mini_batches: Sequence[MiniBatch]
 ) -> tuple[Rollout, list[MiniBatch], dict[str, float]]:
     """Add value, return and advantage of every token, as they are before the first update; all ranks call this.
 
     Returns:
         The rollout with the mean advantage of each completion, for those who look at it; the mini-batches; metrics.
     """
-    section = run.config.advantage
+    section = training.config.advantage
     assert isinstance(section, GAEAdvantageConfig)
-    with run.setting.phase("values"):
-        valued = [scored(run.trained, critic.model, mini_batch, "values") for mini_batch in mini_batches]
-    with run.setting.phase("advantage"):
+    with training.run.phase("values"):
+        valued = [scored(training.model, critic.module, mini_batch, "values") for mini_batch in mini_batches]
+    with training.run.phase("advantage"):
         batches = [batch for mini_batch in valued for batch in mini_batch.micro_batches]
         estimates = [_estimate(objective, section, batch) for batch in batches]
-        metrics = _metrics(run, estimates)
+        metrics = _metrics(training, estimates)
         if section.whiten:
-            of_all = spread_of(np.concatenate([estimate.advantages for estimate in estimates]), run.setting.gather_once)
+            of_all = spread_of(
+                np.concatenate([estimate.advantages for estimate in estimates]), training.run.gather_once
+            )
             estimates = [
                 estimate._replace(advantages=whitened(estimate.advantages, of_all, section.epsilon))
                 for estimate in estimates
             ]
-        keeps_proximal = run.config.updates.count > 1
+        keeps_proximal = training.config.updates.count > 1
         done = iter(
             [_carried(batch, estimate, keeps_proximal) for batch, estimate in zip(batches, estimates, strict=True)]
         )
@@ -186,48 +188,48 @@ def with_values(
             replace(mini_batch, micro_batches=tuple(next(done) for _ in mini_batch.micro_batches))
             for mini_batch in valued
         ]
-        return _with_mean_advantages(run, rollout, batches, estimates), result, metrics
+        return _with_mean_advantages(training, rollout, batches, estimates), result, metrics
 
 
-def _metrics(run: PolicyRun, estimates: Sequence[_Estimates]) -> dict[str, float]:
+def _metrics(training: PolicyTraining, estimates: Sequence[_Estimates]) -> dict[str, float]:
     """Return how well values predict returns; the explained share is left out if all returns are alike."""
     returns, values = (
         np.concatenate([getattr(estimate, name) for estimate in estimates]) for name in ("returns", "values")
     )
-    of_returns, errors = (spread_of(numbers, run.setting.gather_once) for numbers in (returns, returns - values))
+    of_returns, errors = (spread_of(numbers, training.run.gather_once) for numbers in (returns, returns - values))
     metrics = {"value/mean": of_returns.mean - errors.mean, "value/return": of_returns.mean}
     explained = explained_variance(of_returns, errors)
     return metrics if explained is None else {**metrics, "value/explained_variance": explained}
 
 
-def train_critic(run: PolicyRun, critic: Trained, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+def train_critic(training: PolicyTraining, critic: Model, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     """Make the critic's updates of a step, as many as the policy's, and return its metrics as value/*.
 
     Raises:
         RunStopped: Too many updates in a row were skipped.
     """
     # Its schedule follows the policy's steps; and until the policy's step ends, the critic is in the middle of it.
-    critic.state.step, critic.updating = run.trained.state.step, False
-    section = run.config.critic
+    critic.state.step, critic.updating = training.model.state.step, False
+    section = training.config.critic
     assert section is not None
     objective = ValueLoss(section.value_clip)
     lines, sums = [], []
-    with run.setting.phase("critic"):
-        for mini_batch in [*mini_batches] * run.config.updates.passes:
+    with training.run.phase("critic"):
+        for mini_batch in [*mini_batches] * training.config.updates.passes:
             try:
                 update = train_step(critic, mini_batch, objective, ends_step=False)
             except RunStopped as error:
                 raise RunStopped(f"The critic (section critic): {error}") from error
             lines.append({name: value for name, value in update.metrics.items() if name not in mini_batch.metrics})
             sums.append(update.sums)
-    critic.setting.log.batches.clear()  # nobody reads the critic's log, which would grow with every step
+    critic.run.log.batches.clear()  # nobody reads the critic's log, which would grow with every step
     metrics = of_several_updates(lines, sums)
     return {f"value/{name.removeprefix('optim/')}": value for name, value in metrics.items() if name != "num_tokens"}
 
 
-def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+def stand_still(training: PolicyTraining, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
     """End a step without an update of the policy, and return what the step says of its data."""
-    state = run.trained.state
+    state = training.model.state
     state.step += 1
     state.tokens += sum(mini_batch.tokens for mini_batch in mini_batches)
     state.samples += sum(mini_batch.samples for mini_batch in mini_batches)
@@ -277,13 +279,13 @@ def _carried(batch: Batch, estimate: _Estimates, keeps_proximal: bool) -> Batch:
 
 
 def _with_mean_advantages(
-    run: PolicyRun, rollout: Rollout, batches: Sequence[Batch], estimates: Sequence[_Estimates]
+    training: PolicyTraining, rollout: Rollout, batches: Sequence[Batch], estimates: Sequence[_Estimates]
 ) -> Rollout:
     own_means: dict[int, float] = {}
     for batch, estimate in zip(batches, estimates, strict=True):
         for index in np.unique(estimate.sequence):
             own_means[batch.sample_ids[index]] = float(estimate.advantages[estimate.sequence == index].mean())
-    means = {sample: mean for rank_means in run.setting.ranks.gather(own_means) for sample, mean in rank_means.items()}
+    means = {sample: mean for rank_means in training.run.ranks.gather(own_means) for sample, mean in rank_means.items()}
     groups = [
         replace(
             group,

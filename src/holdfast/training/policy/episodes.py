@@ -32,7 +32,7 @@ from holdfast.training.engines import stops_of
 from holdfast.training.policy.rewards import RewardLog
 from holdfast.training.policy.rollouts import refuse_nan
 from holdfast.training.policy.run import PolicyEvaluation, Seeds
-from holdfast.training.run import Setting, ShardedModel, StepAbandoned
+from holdfast.training.run import Model, Run, StepAbandoned
 from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
 
 _TRIED = 2
@@ -49,9 +49,9 @@ def open_environments(config: GRPOConfig, base: Path, world: World) -> Iterator[
     if config.environment is None:
         yield None
         return
-    section, setting = config.environment, Setting.of(config, base, world)
-    ranks = setting.ranks
-    log = ranks.on_all_ranks(lambda: RewardLog(setting.directory, setting.world.failure.directory))
+    section, run = config.environment, Run.of(config, base, world)
+    ranks = run.ranks
+    log = ranks.on_all_ranks(lambda: RewardLog(run.directory, run.world.failure.directory))
     pool = EnvironmentPool(section, base, log.folder)
     try:
         ranks.on_all_ranks(pool.start)
@@ -96,22 +96,22 @@ class LocalEpisodes:
             RunStopped: The environments' processes died, logits are NaN, or what should be recorded is not; the same
                 on all ranks.
         """
-        setting, tokenizer, sampler = policy.setting, policy.sharded.origin.tokenizer, policy.sampler
-        with setting.phase("rollout"):
-            sampler.publish(policy.sharded)
+        run, tokenizer, sampler = policy.run, policy.model.blueprint.tokenizer, policy.sampler
+        with run.phase("rollout"):
+            sampler.publish(policy.model)
             if isinstance(engine := sampler.engine, EpisodeRecords):
-                groups = setting.ranks.on_all_ranks(
+                groups = run.ranks.on_all_ranks(
                     lambda: [engine.episodes(prompt, seeds[prompt.prompt_id], sampling) for prompt in prompts]
                 )
                 return [_with_text(group, tokenizer) for group in groups]
             self.pool.before_step()
             requests = [request for prompt in prompts for request in self._requests(prompt, seeds[prompt.prompt_id])]
             with self._opened(requests, sampling, policy) as loop:
-                setting.ranks.on_all_ranks(lambda: converse(sampler.engine, loop, sampling, setting.interrupted))
+                run.ranks.on_all_ranks(lambda: converse(sampler.engine, loop, sampling, run.interrupted))
             aborted = any(episode.finish is Finish.ABORT for episode in loop.episodes)
-            if any(setting.ranks.gather(aborted)):
+            if any(run.ranks.gather(aborted)):
                 raise StepAbandoned
-            refuse_nan(policy.sharded, _with_nan(loop.episodes))
+            refuse_nan(policy.model, _with_nan(loop.episodes))
             return _groups(prompts, loop.episodes, sampling, tokenizer)
 
     @contextmanager
@@ -120,9 +120,7 @@ class LocalEpisodes:
     ) -> Iterator[Loop]:
         """Open what hands out turns of these episodes; all ranks call this together."""
         limits, in_order = self._limits(sampling), not isinstance(policy.sampler.engine, AheadEngine)
-        yield EnvironmentLoop(
-            requests, self.pool, decoder(policy), limits, policy.setting.interrupted, in_order=in_order
-        )
+        yield EnvironmentLoop(requests, self.pool, decoder(policy), limits, policy.run.interrupted, in_order=in_order)
 
     def _requests(self, prompt: Prompt, seeds: Sequence[int]) -> list[EpisodeRequest]:
         row_name = f"Row of prompt {prompt.prompt_id}"
@@ -151,21 +149,21 @@ class LocalEpisodes:
             self.max_characters,
         )
 
-    def check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+    def check_rows(self, run: Run, prompts: Sequence[Prompt]) -> None:
         """Begin an environment with rows of the first batch; all ranks call this together.
 
         Raises:
             ConfigError: It cannot begin with any of them, or none leaves room for a turn; the same on all ranks.
         """
-        setting.ranks.on_all_ranks(lambda: self._check_rows(setting, prompts))
+        run.ranks.on_all_ranks(lambda: self._check_rows(run, prompts))
 
-    def _check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
-        config = setting.config
+    def _check_rows(self, run: Run, prompts: Sequence[Prompt]) -> None:
+        config = run.config
         assert isinstance(config, GRPOConfig)
         requests = [request for prompt in prompts[:_TRIED] for request in self._requests(prompt, (config.seed,))]
         # No turn is sampled here, so no episode would end and leave its instance to another one.
         limits = replace(self._limits(config.rollout), instances=_TRIED)
-        loop = EnvironmentLoop(requests, self.pool, lambda *_: "", limits, setting.interrupted)
+        loop = EnvironmentLoop(requests, self.pool, lambda *_: "", limits, run.interrupted)
         loop.ready(wait=True)
         while any(episode.tokens is None and episode.ended is None for episode in loop.episodes):
             loop.ready(wait=True)
@@ -193,12 +191,12 @@ def check_environments(policy: PolicyEvaluation) -> None:
         ConfigError: They cannot begin with any, or leave no room for a turn; the same on all ranks.
     """
     if policy.episodes is not None and policy.stream is not None:
-        batch = policy.stream.read_ahead(policy.sharded.state.step)
-        policy.episodes.check_rows(policy.setting, () if batch is None else batch.own_prompts)
+        batch = policy.stream.read_ahead(policy.model.state.step)
+        policy.episodes.check_rows(policy.run, () if batch is None else batch.own_prompts)
 
 
 def episodes_of(
-    config: GRPOConfig, pool: EnvironmentPool | None, sharded: ShardedModel, rows: RowTokeniser
+    config: GRPOConfig, pool: EnvironmentPool | None, model: Model, rows: RowTokeniser
 ) -> LocalEpisodes | None:
     """Return what samples episodes, proved on the model's own template; None where a prompt has a single answer.
 
@@ -209,13 +207,13 @@ def episodes_of(
         return None
     if pool is None:
         raise ConfigError("environment: nothing has started it. Run the file by `holdfast grpo` or `holdfast eval`.")
-    section, ends = config.environment, stops_of(sharded).tokens
+    section, ends = config.environment, stops_of(model).tokens
     splits = isinstance(section, AgentConfig) or section.history == "split"
     syntaxes = {}
     for name, tools in pool.tools.items():
         observations = observations_of(tools, answers=name in pool.answering)
         syntaxes[name] = proved_syntax(rows.template, tools, ends, observations, splits=splits)
-    sharded.setting.log.messages += dict.fromkeys(syntax.note for syntax in syntaxes.values() if syntax.note)
+    model.run.log.messages += dict.fromkeys(syntax.note for syntax in syntaxes.values() if syntax.note)
     longest = config.data.max_length
     characters = longest * max(map(len, rows.template.tokenizer.get_vocab()))
     if isinstance(section, AgentConfig):
@@ -225,7 +223,7 @@ def episodes_of(
 
 def decoder(policy: PolicyEvaluation) -> Decode:
     """Return what makes text of a policy's tokens."""
-    tokenizer = policy.sharded.origin.tokenizer
+    tokenizer = policy.model.blueprint.tokenizer
     return lambda tokens, plain: str(tokenizer.decode(tokens, skip_special_tokens=plain))
 
 
@@ -243,9 +241,9 @@ class AgentEpisodes(LocalEpisodes):
         self, requests: Sequence[EpisodeRequest], sampling: SamplingConfig, policy: PolicyEvaluation
     ) -> Iterator[Loop]:
         """Open the endpoint of these agents; all ranks call this together."""
-        setting, limits = policy.setting, self._limits(sampling)
-        with setting.ranks.on_all_ranks(lambda: Endpoint(sampling)) as endpoint:
-            yield AgentLoop(requests, self.pool, endpoint, self.syntax_of, decoder(policy), limits, setting.interrupted)
+        run, limits = policy.run, self._limits(sampling)
+        with run.ranks.on_all_ranks(lambda: Endpoint(sampling)) as endpoint:
+            yield AgentLoop(requests, self.pool, endpoint, self.syntax_of, decoder(policy), limits, run.interrupted)
 
     def syntax_of(self, tools: tuple[Mapping[str, Any], ...]) -> Syntax:
         """Return how conversations with an agent's tools are written and read.
@@ -262,7 +260,7 @@ class AgentEpisodes(LocalEpisodes):
                 raise CallRefused(f"tools: {error}") from None
         return self.of_tools[key]
 
-    def check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+    def check_rows(self, run: Run, prompts: Sequence[Prompt]) -> None:
         """Look at none: what an agent does with a row is seen when it asks."""
 
 

@@ -32,23 +32,23 @@ def evaluate_policy(
     Completions are written to completions/<label>.<set>.jsonl; the label is the step by default. `interrupted` is asked
     before every set, the same on all ranks; only finished sets are returned.
     """
-    label = label or f"step-{policy.sharded.state.step:08d}"
+    label = label or f"step-{policy.model.state.step:08d}"
     metrics: dict[str, float] = {}
     for prompts in policy.prompt_sets:
         if interrupted():
             break
         try:
-            with policy.setting.phase("evaluation"):
+            with policy.run.phase("evaluation"):
                 set_metrics, groups = _evaluate_set(policy, prompts)
-                everyone = policy.setting.ranks.gather_to_first([_without_tensors(group) for group in groups])
+                everyone = policy.run.ranks.gather_to_first([_without_tensors(group) for group in groups])
         except StepAbandoned:
             break
         flat = sorted(
             (group for rank_groups in everyone for group in rank_groups), key=lambda group: group.prompt.prompt_id
         )
-        keep_completions(policy.setting, label, prompts.name, partial(write_groups, flat))
+        keep_completions(policy.run, label, prompts.name, partial(write_groups, flat))
         metrics |= {f"eval/{prompts.name}/{name}": value for name, value in set_metrics.items()}
-    policy.sampler.release(policy.sharded)
+    policy.sampler.release(policy.model)
     return metrics
 
 
@@ -72,11 +72,11 @@ def _evaluate_set(policy: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[st
     }
     groups = sample(policy, own_prompts, evaluation_sampling(policy), seeds)
     groups, scored = score_groups(policy, groups)
-    facts = share_facts(policy.setting.ranks, groups, scored)
+    facts = share_facts(policy.run.ranks, groups, scored)
     faults = fault_metrics(facts)
-    reasons = policy.setting.ranks.gather(next((item.message for item in scored if item.message), ""))
+    reasons = policy.run.ranks.gather(next((item.message for item in scored if item.message), ""))
     if any(faults.values()):
-        policy.setting.log.messages.append(
+        policy.run.log.messages.append(
             _failed(prompts.name, faults, sum(len(fact.completions) for fact in facts), reasons)
         )
     solved = solved_metrics(rewards_of(facts), options.success)

@@ -36,8 +36,8 @@ from holdfast.training.other_models.reference import scored
 from holdfast.training.policy.critic import with_rewards
 from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, returns_of, rewards_of, sample_sizes
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.training.policy.run import PolicyRun
-from holdfast.training.run import ShardedModel
+from holdfast.training.policy.run import PolicyTraining
+from holdfast.training.run import Model
 from holdfast.types import Batch, Example, MiniBatch, Prompt, Trajectory, host_value
 
 
@@ -48,17 +48,17 @@ def batch_columns(config: GRPOConfig) -> dict[str, Any]:
     return columns if config.critic is None else {**columns, "rewards": exact}
 
 
-def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
+def with_advantages(training: PolicyTraining, rollout: Rollout) -> Rollout:
     """Return the rollout with the advantage of every completion on each of its tokens; a critic's come later."""
-    if run.critic is not None:
-        return with_rewards(rollout, batch_columns(run.config)["rewards"])
+    if training.critic is not None:
+        return with_rewards(rollout, batch_columns(training.config)["rewards"])
     if not rollout.facts:
         return rollout
-    with run.setting.phase("advantage"):
-        advantages = batch_advantages(run, rollout.facts)
+    with training.run.phase("advantage"):
+        advantages = batch_advantages(training, rollout.facts)
         row = {fact.prompt_id: number for number, fact in enumerate(rollout.facts)}
         groups = []
-        exact = batch_columns(run.config)["advantages"]
+        exact = batch_columns(training.config)["advantages"]
         for group in rollout.groups:
             values = advantages[row[group.prompt.prompt_id]]
             trajectories = tuple(
@@ -80,7 +80,7 @@ def on_tokens(trajectory: Trajectory, advantage: NDArray[np.float64]) -> NDArray
     return values
 
 
-def batch_advantages(run: PolicyRun, facts: Sequence[GroupFact]) -> NDArray[np.float64]:
+def batch_advantages(training: PolicyTraining, facts: Sequence[GroupFact]) -> NDArray[np.float64]:
     """Return the advantages of all groups of a step, the same on every rank; all ranks call this together.
 
     They are [P, G], or [P, G, T] where each turn of an episode has its own.
@@ -88,18 +88,18 @@ def batch_advantages(run: PolicyRun, facts: Sequence[GroupFact]) -> NDArray[np.f
     Raises:
         AdvantageFailed: The user's function makes no advantages of them; on every rank.
     """
-    config, ranks = run.config, run.setting.ranks
+    config, ranks = training.config, training.run.ranks
     discount = config.advantage.turn_discount
     if discount is not None:
         return turn_advantages(config.advantage, returns_of(facts, discount, config.environment_weight))
     rewards, lengths = rewards_of(facts), lengths_of(facts)
     reward_parts = {section.label: parts_of(facts, section.label) for section in config.reward}
-    if run.user_advantage is not None:
+    if training.user_advantage is not None:
         result = None
         # One rank asks it for all: a function that draws numbers would answer each rank differently.
         with ranks.together():
             if ranks.rank == 0:
-                result = run.user_advantage(Groups(rewards, reward_parts, lengths))
+                result = training.user_advantage(Groups(rewards, reward_parts, lengths))
         result = ranks.agree(result)
         assert result is not None
         return result
@@ -108,49 +108,49 @@ def batch_advantages(run: PolicyRun, facts: Sequence[GroupFact]) -> NDArray[np.f
     return advantages(config.advantage, rewards, reward_parts, weights, greedy, lengths)
 
 
-def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
+def pack_rollout(training: PolicyTraining, rollout: Rollout) -> list[MiniBatch]:
     """Return the mini-batches of one pass, each over its own prompts; all ranks call this together.
 
     Prompts are dealt in draw order, so a mini-batch is the same set of completions at any number of ranks. None is
     empty unless all are: with fewer prompts than mini-batches there are fewer updates.
     """
-    trained = run.trained
-    count = max(1, min(run.config.updates.mini_batches, len(rollout.facts)))
+    model = training.model
+    count = max(1, min(training.config.updates.mini_batches, len(rollout.facts)))
     layout = replace(
-        layout_of(trained, run.evaluation.images),
-        columns=batch_columns(run.config),
-        constant_length=run.config.most_trained_tokens,
+        layout_of(model, training.evaluation.images),
+        columns=batch_columns(training.config),
+        constant_length=training.config.most_trained_tokens,
         angles_of=angles_by_length(
-            sharded.origin.skeleton.config for sharded in (trained, *run.common.companions.values())
+            sharded.blueprint.skeleton.config for sharded in (model, *training.common.companions.values())
         ),
-        shares_heads=run.config.rollout.shared_prefix != "off" and not trained.model.padded,
-        weighs_heads=run.config.rollout.shared_prefix == "auto" and _pads_branches(trained),
+        shares_heads=training.config.rollout.shared_prefix != "off" and not model.module.padded,
+        weighs_heads=training.config.rollout.shared_prefix == "auto" and _pads_branches(model),
     )
-    with run.setting.phase("pack"):
+    with training.run.phase("pack"):
         edges = [number * len(rollout.facts) // count for number in range(count + 1)]
         return [
-            _mini_batch(run, rollout, rollout.facts[start:end], layout)
+            _mini_batch(training, rollout, rollout.facts[start:end], layout)
             for start, end in zip(edges[:-1], edges[1:], strict=True)
         ]
 
 
-def _pads_branches(policy: ShardedModel) -> bool:
-    if policy.model.padded:
+def _pads_branches(policy: Model) -> bool:
+    if policy.module.padded:
         return True
     return pads_branches(
-        policy.origin.skeleton, policy.setting.world.device.type, getattr(torch, policy.plan.compute_dtype)
+        policy.blueprint.skeleton, policy.run.world.device.type, getattr(torch, policy.plan.compute_dtype)
     )
 
 
-def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
+def _mini_batch(training: PolicyTraining, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
     prompt_ids = {fact.prompt_id for fact in facts}
     own_examples = {
-        (group.prompt.prompt_id, index): _example(sample, group.prompt, layout.pad_token, run.evaluation.images)
+        (group.prompt.prompt_id, index): _example(sample, group.prompt, layout.pad_token, training.evaluation.images)
         for group in rollout.groups
         if group.prompt.prompt_id in prompt_ids
         for index, sample in enumerate(sample for each in group.trajectories for sample in samples_of(each))
     }
-    groups = run.config.groups
+    groups = training.config.groups
     sequences = [
         SequenceInfo(
             fact.prompt_id,
@@ -167,7 +167,7 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
         )
         if completion.length  # nothing was sampled where an episode failed at its beginning
     ]
-    return assemble(Candidates(own_examples, sequences), run.setting.ranks, run.config.data, layout)
+    return assemble(Candidates(own_examples, sequences), training.run.ranks, training.config.data, layout)
 
 
 def samples_of(trajectory: Trajectory) -> list[Trajectory]:
@@ -232,34 +232,41 @@ def example_of_trajectory(
     )
 
 
-def score_rollout(run: PolicyRun, objective: Objective, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
+def score_rollout(training: PolicyTraining, objective: Objective, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
     """Add the log-probabilities that an objective compares with, and no others; all ranks call this together.
 
     On-policy without a KL term there is nothing to add, and no forward pass is made.
     """
-    result, policy = _compared_with_itself(run, objective, list(mini_batches)), run.trained
-    if run.reference is not None:
-        with run.setting.phase("reference"):
-            result = [scored(policy, run.reference, mini_batch, "reference_logprobs") for mini_batch in result]
+    result, policy = _compared_with_itself(training, objective, list(mini_batches)), training.model
+    if training.reference is not None:
+        with training.run.phase("reference"):
+            result = [scored(policy, training.reference, mini_batch, "reference_logprobs") for mini_batch in result]
     return result
 
 
-def _compared_with_itself(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
+def _compared_with_itself(
+    training: PolicyTraining, objective: Objective, mini_batches: list[MiniBatch]
+) -> list[MiniBatch]:
     """Add the policy's log-probabilities before its first update on the rollout, if the objective needs them."""
-    section, updates = run.config.objective, run.config.updates.count
+    section, updates = training.config.objective, training.config.updates.count
     charged, masked = _needs_of(objective)
     several = updates > 1 or charged
     if not (several or masked or isinstance(section, ByCovariance)):
         return mini_batches
-    policy = run.trained
-    with run.setting.phase("proximal"):
+    policy = training.model
+    with training.run.phase("proximal"):
         result = [
-            scored(policy, policy.model, mini_batch, "proximal_logprobs", entropy=masked) for mini_batch in mini_batches
+            scored(policy, policy.module, mini_batch, "proximal_logprobs", entropy=masked)
+            for mini_batch in mini_batches
         ]
     if isinstance(section, ByCovariance):
-        result = [_with_covariance_mask(run, mini_batch, section, number) for number, mini_batch in enumerate(result)]
+        result = [
+            _with_covariance_mask(training, mini_batch, section, number) for number, mini_batch in enumerate(result)
+        ]
     if masked:
-        result = [_with_entropy_mask(run, mini_batch, run.config.entropy.top_quantile) for mini_batch in result]
+        result = [
+            _with_entropy_mask(training, mini_batch, training.config.entropy.top_quantile) for mini_batch in result
+        ]
     return result if several else [_with_column(mini_batch, "proximal_logprobs", None) for mini_batch in result]
 
 
@@ -270,26 +277,28 @@ def _needs_of(objective: Objective) -> tuple[bool, bool]:
     return objective.charged_to_rewards, objective.needs_entropy_mask
 
 
-def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float) -> MiniBatch:
+def _with_entropy_mask(training: PolicyTraining, mini_batch: MiniBatch, share: float) -> MiniBatch:
     """Mark the tokens of highest entropy among all of the update's."""
-    threshold = entropy_threshold(_gathered_numbers(run, _column(mini_batch, "entropy")), share)
+    threshold = entropy_threshold(_gathered_numbers(training, _column(mini_batch, "entropy")), share)
     marks = [batch.per_token["entropy"] >= threshold for batch in mini_batch.micro_batches]
     return _with_column(_with_column(mini_batch, "entropy", None), "entropy_mask", marks)
 
 
-def _with_covariance_mask(run: PolicyRun, mini_batch: MiniBatch, section: ByCovariance, number: int) -> MiniBatch:
+def _with_covariance_mask(
+    training: PolicyTraining, mini_batch: MiniBatch, section: ByCovariance, number: int
+) -> MiniBatch:
     """Mark the tokens that are chosen by their covariance among all of the update's."""
-    seeds = [run.setting.config.seed, run.trained.state.step, number]
+    seeds = [training.run.config.seed, training.model.state.step, number]
     drawn = [_priorities(seeds, batch) for batch in mini_batch.micro_batches]
     columns = [_column(mini_batch, "proximal_logprobs"), _column(mini_batch, "advantages"), drawn]
-    logprobs, advantages, priorities = (_gathered_numbers(run, column).astype(np.float64) for column in columns)
+    logprobs, advantages, priorities = (_gathered_numbers(training, column).astype(np.float64) for column in columns)
     values = covariances(logprobs, advantages)
     if isinstance(section, ClipCovConfig):
         selected = some_between(values, priorities, section.share, section.covariance_low, section.covariance_high)
     else:
         selected = highest(values, section.share)
-    sizes = run.setting.gather_once(sum(priorities_of_batch.size for priorities_of_batch in drawn))
-    start, marks = sum(sizes[: run.setting.ranks.rank // run.setting.config.parallel.context]), []
+    sizes = training.run.gather_once(sum(priorities_of_batch.size for priorities_of_batch in drawn))
+    start, marks = sum(sizes[: training.run.ranks.rank // training.run.config.parallel.context]), []
     for batch in mini_batch.micro_batches:
         end = start + batch.scored.numel()
         mark = torch.zeros_like(batch.loss_mask)
@@ -318,8 +327,8 @@ def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
     ]
 
 
-def _gathered_numbers(run: PolicyRun, arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate([array for of_rank in run.setting.gather_once(arrays) for array in of_rank])
+def _gathered_numbers(training: PolicyTraining, arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate([array for of_rank in training.run.gather_once(arrays) for array in of_rank])
 
 
 def _with_column(mini_batch: MiniBatch, name: str, values: Sequence[Tensor] | None) -> MiniBatch:

@@ -39,13 +39,13 @@ def check_columns(policy: PolicyEvaluation, needed_columns: Mapping[str, Sequenc
     if not any(needed_columns.values()):
         return
     for label, prompts in _read(policy):
-        everyone = policy.setting.ranks.gather(
+        everyone = policy.run.ranks.gather(
             list(dict.fromkeys(str(column) for prompt in prompts for column in prompt.row))
         )
         present = list(dict.fromkeys(column for columns in everyone for column in columns))
         absent = _absent(needed_columns, present) if present else {}
         if label == _FIRST and policy.several_sources:
-            policy.setting.log.messages += [
+            policy.run.log.messages += [
                 f"warning: reward {reward} needs column {absent[reward]}, and no row of {label} has one."
                 for reward in absent
             ]
@@ -113,14 +113,14 @@ def check_answers(
     """
     for reward, column in answer_columns.items():
         for label, prompts in _read(policy):
-            with policy.setting.ranks.together():
+            with policy.run.ranks.together():
                 answers = [
                     "" if prompt.row[column] is None else str(number_as_text(prompt.row[column]))
                     for prompt in prompts
                     if column in prompt.row
                 ]
                 bad = set(unreadable(reward, list(dict.fromkeys(answers))))
-            everyone = policy.setting.ranks.gather((len(answers), [answer for answer in answers if answer in bad]))
+            everyone = policy.run.ranks.gather((len(answers), [answer for answer in answers if answer in bad]))
             _report_unreadable(policy, f"{label} (column {column})", reward, everyone, is_first=label == _FIRST)
 
 
@@ -139,7 +139,7 @@ def check_returns(
     Raises:
         ConfigError: A reward returned that; the same on all ranks.
     """
-    config = policy.setting.config
+    config = policy.run.config
     assert isinstance(config, GRPOConfig)
     prompts = next((prompts for _, prompts in _read(policy) if prompts), ())
     progress = progress_of(policy)
@@ -158,7 +158,7 @@ def check_returns(
         for number, (prompt, length) in enumerate(product(prompts[:_TRIED], (1, 2)))
     ]
     samples = samples[: config.rewards.batch_size]  # one call: a rest of one completion would get its one value
-    policy.setting.ranks.on_all_ranks(lambda: _refuse_malformed(try_out(samples) if samples else {}))
+    policy.run.ranks.on_all_ranks(lambda: _refuse_malformed(try_out(samples) if samples else {}))
 
 
 def _as_episode(config: GRPOConfig, prompt: Prompt, length: int) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _report_unreadable(
         raise ConfigError(
             f"{sentence}. Name the column of the right answers in the reward, or bring them there by data.columns."
         )
-    policy.setting.log.messages.append(
+    policy.run.log.messages.append(
         f"warning: {sentence}. It scores no completion of these prompts; mend them or leave them out."
     )
 
@@ -208,7 +208,7 @@ def _absent(needed_columns: Mapping[str, Sequence[str]], present: Sequence[str])
 def _read(policy: PolicyEvaluation) -> Iterator[tuple[str, Sequence[Prompt]]]:
     """Yield what was read: where from, and this rank's share."""
     if policy.stream is not None:
-        batch = policy.stream.read_ahead(policy.sharded.state.step)
+        batch = policy.stream.read_ahead(policy.model.state.step)
         yield _FIRST, () if batch is None else batch.own_prompts
     for prompts in policy.prompt_sets:
         yield f"evaluation set {prompts.name}", prompts.prompts

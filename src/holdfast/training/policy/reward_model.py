@@ -52,7 +52,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.other_models.reference import check_place
 from holdfast.training.rollout_memory import free_bytes, free_host_bytes
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from holdfast.training.setup.model import build_policy
 from holdfast.types import Batch, Example, Scores
 
@@ -144,29 +144,29 @@ def _batch(rows: Sequence[TextTokens], pad: int | None, *, padded: bool) -> Batc
     return replace(batch, scored=torch.tensor(score_indices, dtype=torch.int64))
 
 
-def open_reward_model(section: ModelRewardConfig, setting: Setting) -> TextScorer:
+def open_reward_model(section: ModelRewardConfig, run: Run) -> TextScorer:
     """Load a reward model, if it has room, and say what a user should know of it; all ranks call this together.
 
     Args:
         section: Which, and where it lies.
-        setting: Of the run, which says how a sharded one is split; its ranks serve as long as such a model scores.
+        run: Of the run, which says how a sharded one is split; its ranks serve as long as such a model scores.
 
     Raises:
         UserError: It cannot be loaded, cannot be sharded, takes more memory than there is now, or would read longer
             texts than it has positions for; the same on all ranks.
     """
-    world, ranks = setting.world, setting.ranks
+    world, ranks = run.world, run.ranks
     with _errors_named(f"reward {section.label}: "):
-        needed = ranks.first_rank_first(lambda: _check_room(section, setting))
+        needed = ranks.first_rank_first(lambda: _check_room(section, run))
         if section.place == "whole":
-            reward_model = ranks.on_all_ranks(lambda: RewardModel(section, setting.base, world.device))
+            reward_model = ranks.on_all_ranks(lambda: RewardModel(section, run.base, world.device))
             note, summary = (
                 reward_model.reading.note,
                 f"{size_words(needed)} of weights in {section.dtype}, on every rank",
             )
             scorer: TextScorer = reward_model
         else:
-            scorer, bytes_per_rank = _sharded_model(section, setting)
+            scorer, bytes_per_rank = _sharded_model(section, run)
             note, summary = scorer.reading.note, f"{size_words(bytes_per_rank)} of weights in {section.dtype} per rank"
     if world.is_first:
         print(f"reward {section.label}: {summary}", flush=True)
@@ -175,20 +175,20 @@ def open_reward_model(section: ModelRewardConfig, setting: Setting) -> TextScore
     return scorer
 
 
-def _sharded_model(section: ModelRewardConfig, setting: Setting) -> tuple[ShardedRewardModel, int]:
+def _sharded_model(section: ModelRewardConfig, run: Run) -> tuple[ShardedRewardModel, int]:
     """Return a sharded model, and the bytes of it that each rank holds."""
-    assert isinstance(setting.config, GRPOConfig)
-    config, world, ranks = reward_scoring(setting.config, section), setting.world, setting.ranks
-    origin = ranks.first_rank_first(lambda: stored_scorer(config.model, setting.base))
+    assert isinstance(run.config, GRPOConfig)
+    config, world, ranks = reward_scoring(run.config, section), run.world, run.ranks
+    origin = ranks.first_rank_first(lambda: stored_scorer(config.model, run.base))
     reading = ranks.on_all_ranks(lambda: _reading(section, origin))
     if world.is_first:
         location = "in host memory" if "parameters" in config.parallel.offloads else "sharded like the policy"
         print(f"reward {section.label}: {location}; its plan:", flush=True)
     with _errors_named("", " place: whole leaves this model to transformers, on every rank."):
-        sharded = build_policy(replace(setting, config=config), origin, trained=False)
-    sharded.model.eval()
-    ranks.on_all_ranks(lambda: check_place(sharded, "reward model"))
-    return ShardedRewardModel(sharded.model, reading, world, ranks), sharded.plan.shard_bytes
+        model = build_policy(replace(run, config=config), origin, trained=False)
+    model.module.eval()
+    ranks.on_all_ranks(lambda: check_place(model, "reward model"))
+    return ShardedRewardModel(model.module, reading, world, ranks), model.plan.shard_bytes
 
 
 def _reading(section: ModelRewardConfig, origin: Blueprint) -> RewardFormat:
@@ -209,15 +209,15 @@ def _reading(section: ModelRewardConfig, origin: Blueprint) -> RewardFormat:
     return RewardFormat(section, origin.tokenizer, origin.original_config, origin.directory)
 
 
-def _check_room(section: ModelRewardConfig, setting: Setting) -> int:
+def _check_room(section: ModelRewardConfig, run: Run) -> int:
     """Return the bytes of a model's weights.
 
     Raises:
         ModelError: There is no such model.
         ConfigError: They, or this rank's share of them, take more memory than there is now.
     """
-    config, world = setting.config, setting.world
-    needed = weight_bytes(section, setting.base)
+    config, world = run.config, run.world
+    needed = weight_bytes(section, run.base)
     device, host = (free_bytes(world), "its device"), (free_host_bytes(world), "its share of the machine's memory")
     shard_count = 1 if section.place == "whole" else max(1, world.size // config.parallel.replicate)
     match section.place, "parameters" in config.parallel.offloads:

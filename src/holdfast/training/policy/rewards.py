@@ -22,7 +22,7 @@ from holdfast.rewards.pool import RewardPool
 from holdfast.training.directory import LOGS, is_run
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.run import Score
-from holdfast.training.run import ConfiguredRun, Setting
+from holdfast.training.run import ConfiguredRun, Run
 from holdfast.training.setup.begin import Live
 
 _MOST_WORKERS = 4
@@ -54,8 +54,8 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         ModelError, PlanError: A reward model cannot be built; the same on all ranks.
     """
     section = config.rewards
-    setting = Setting.of(config, base, world)
-    ranks = setting.ranks
+    run = Run.of(config, base, world)
+    ranks = run.ranks
     if live is not None and live.rewards:
         functions = tuple(live.rewards.values())
         here = ranks.on_all_ranks(lambda: InProcessRewards(functions, config.reward, section))
@@ -65,11 +65,11 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     section = _limits(config, world)
     model_sections = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
     # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
-    models = {reward.label: open_reward_model(reward, setting) for reward in model_sections}
-    log = ranks.on_all_ranks(lambda: RewardLog(setting.directory, setting.world.failure.directory))
+    models = {reward.label: open_reward_model(reward, run) for reward in model_sections}
+    log = ranks.on_all_ranks(lambda: RewardLog(run.directory, run.world.failure.directory))
     pool: RewardPool | None = None
     try:
-        scorer = ranks.on_all_ranks(lambda: RewardScorer(setting, section, models, log.folder))
+        scorer = ranks.on_all_ranks(lambda: RewardScorer(run, section, models, log.folder))
         pool = scorer.pool
         ranks.on_all_ranks(scorer.start)
         if all(reward.place == "whole" for reward in model_sections):

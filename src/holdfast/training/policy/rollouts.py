@@ -34,12 +34,12 @@ from holdfast.training.policy.groups import (
 )
 from holdfast.training.policy.run import (
     PolicyEvaluation,
-    PolicyRun,
+    PolicyTraining,
     Sampler,
     offloaded,
 )
 from holdfast.training.policy.scoring import score_groups
-from holdfast.training.run import Setting, ShardedModel, StepAbandoned
+from holdfast.training.run import Model, Run, StepAbandoned
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _MESSAGES = 3
@@ -64,86 +64,88 @@ class Rollout:
     """This rank's that are not trained on."""
 
 
-def next_rollout(run: PolicyRun) -> Rollout | None:
+def next_rollout(training: PolicyTraining) -> Rollout | None:
     """Sample and score the groups of the next step; None when the prompts have ended.
 
     Raises:
         StepAbandoned: This rank, or another one, was asked to stop; the same on all ranks.
     """
-    with offloaded(run):
-        rounds = _rounds(run)
-        run.evaluation.sampler.release(run.trained)
+    with offloaded(training):
+        rounds = _rounds(training)
+        training.evaluation.sampler.release(training.model)
     if not rounds:
         return None
-    groups_config, batch_size = run.config.groups, run.config.data.batch_size
+    groups_config, batch_size = training.config.groups, training.config.data.batch_size
     rollout = _merged_rounds(rounds, batch_size)
-    run.setting.log.messages += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
-    run.setting.log.messages += warn_of_unknown_reward(rollout.sampled, groups_config.between)
-    run.setting.log.messages += _plain_prompts(run, rollout)
-    _refuse_unscored(run, rollout)
-    if run.ahead is not None:
-        _sample_ahead(run, run.ahead)
-    batches = run.config.rollout.max_staleness + 1  # the last of which nobody has read yet
-    run.prompts.begin(run.trained.state.step + batches, _rows(run, 0), batches)
+    training.run.log.messages += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
+    training.run.log.messages += warn_of_unknown_reward(rollout.sampled, groups_config.between)
+    training.run.log.messages += _plain_prompts(training, rollout)
+    _refuse_unscored(training, rollout)
+    if training.ahead is not None:
+        _sample_ahead(training, training.ahead)
+    batches = training.config.rollout.max_staleness + 1  # the last of which nobody has read yet
+    training.prompts.begin(training.model.state.step + batches, _rows(training, 0), batches)
     return rollout
 
 
-def _sample_ahead(run: PolicyRun, ahead: CompletionsAhead) -> None:
+def _sample_ahead(training: PolicyTraining, ahead: CompletionsAhead) -> None:
     """Have completions of the next steps sampled, from the weights that this step is about to change."""
-    present, total, pushed = run.trained.state.step, run.trained.total_steps, False
-    for batches in range(1, run.config.rollout.max_staleness + 1):
+    present, total, pushed = training.model.state.step, training.model.total_steps, False
+    for batches in range(1, training.config.rollout.max_staleness + 1):
         step = present + batches
         if total is not None and step >= total:
             break
-        with run.setting.phase("data"):
-            batch = run.prompts.read_ahead(step, _rows(run, 0), batches)
+        with training.run.phase("data"):
+            batch = training.prompts.read_ahead(step, _rows(training, 0), batches)
         if batch is None:
             break
-        with run.setting.phase("rollout"):
+        with training.run.phase("rollout"):
             if not pushed:
-                run.evaluation.sampler.publish(run.trained)
+                training.evaluation.sampler.publish(training.model)
                 pushed = True
-            requests = _requests(run.setting, batch.own_prompts, _seeds_of(run, batch, step))
-            run.setting.ranks.on_all_ranks(partial(ahead.begin, step, requests))
+            requests = _requests(training.run, batch.own_prompts, _seeds_of(training, batch, step))
+            training.run.ranks.on_all_ranks(partial(ahead.begin, step, requests))
     if ahead.restored_count:
-        run.setting.log.messages += ahead.tell_restored(sum(run.setting.ranks.gather(ahead.taken_count)))
+        training.run.log.messages += ahead.tell_restored(sum(training.run.ranks.gather(ahead.taken_count)))
 
 
-def _rows(run: PolicyRun, group_count: int) -> int:
+def _rows(training: PolicyTraining, group_count: int) -> int:
     """Return how many prompts the next round draws, given the number of groups sampled so far."""
-    groups = run.config.groups
+    groups = training.config.groups
     excess = groups.oversample if groups.flat == "resample" else 1.0
-    return math.ceil(round((run.config.data.batch_size - group_count) * excess, 6))  # 10 * 1.1 is a little above 11
+    return math.ceil(
+        round((training.config.data.batch_size - group_count) * excess, 6)
+    )  # 10 * 1.1 is a little above 11
 
 
-def _rounds(run: PolicyRun) -> list[Rollout]:
-    groups_config, batch_size = run.config.groups, run.config.data.batch_size
-    before = run.common.stream.state()
+def _rounds(training: PolicyTraining) -> list[Rollout]:
+    groups_config, batch_size = training.config.groups, training.config.data.batch_size
+    before = training.common.stream.state()
     rollouts: list[Rollout] = []
     group_count = 0
     try:
         for number in range(groups_config.max_rounds if groups_config.flat == "resample" else 1):
-            rows = _rows(run, group_count)
-            with run.setting.phase("data"):
-                batch = run.prompts.next(run.trained.state.step, rows)
+            rows = _rows(training, group_count)
+            with training.run.phase("data"):
+                batch = training.prompts.next(training.model.state.step, rows)
             if batch is None:
                 break
-            rollouts.append(_one_round(run, batch, run.ahead if number == 0 else None))
+            rollouts.append(_one_round(training, batch, training.ahead if number == 0 else None))
             group_count += len(rollouts[-1].facts)
             if group_count >= batch_size:
                 break
     except StepAbandoned:
-        run.common.stream.load_state(before)
+        training.common.stream.load_state(before)
         raise
     return rollouts
 
 
-def _plain_prompts(run: PolicyRun, rollout: Rollout) -> list[str]:
+def _plain_prompts(training: PolicyTraining, rollout: Rollout) -> list[str]:
     """Say once that a chat model is asked in plain text: its reward may stay low for no other reason."""
     plain = rollout.counted.get("data/without_chat_template", 0)
-    if run.trained.state.step > 0 or not plain:
+    if training.model.state.step > 0 or not plain:
         return []
-    if all(source.synthetic is not None for source in run.config.data.all_sources()):
+    if all(source.synthetic is not None for source in training.config.data.all_sources()):
         return []  # rows of our own are not questions to an assistant
     return [
         f"note: {plain:.0f} prompts of this step are plain text, which goes to the model without the tokenizer's chat "
@@ -152,16 +154,16 @@ def _plain_prompts(run: PolicyRun, rollout: Rollout) -> list[str]:
     ]
 
 
-def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
+def _refuse_unscored(training: PolicyTraining, rollout: Rollout) -> None:
     """Stop a run whose rewards say nothing at all, step after step: it would end as it began, and seem to have trained.
 
     Raises:
         RunStopped: No completion had a reward for too many steps in a row; on all ranks.
     """
     scored = any(math.isfinite(completion.reward) for fact in rollout.sampled for completion in fact.completions)
-    state = run.trained.state
+    state = training.model.state
     state.unscored_in_a_row = 0 if scored else state.unscored_in_a_row + 1
-    if state.unscored_in_a_row >= run.config.rewards.max_unscored_steps:
+    if state.unscored_in_a_row >= training.config.rewards.max_unscored_steps:
         why = f" The last reason: {rollout.messages[0]}" if rollout.messages else ""
         raise RunStopped(
             f"Not one completion could be scored in {state.unscored_in_a_row} steps in a row, the last of them "
@@ -170,15 +172,15 @@ def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
         )
 
 
-def _one_round(run: PolicyRun, batch: PromptBatch, ahead: CompletionsAhead | None) -> Rollout:
-    config = run.config
-    seeds = _seeds_of(run, batch, run.trained.state.step)
-    policy = run.evaluation
+def _one_round(training: PolicyTraining, batch: PromptBatch, ahead: CompletionsAhead | None) -> Rollout:
+    config = training.config
+    seeds = _seeds_of(training, batch, training.model.state.step)
+    policy = training.evaluation
     groups = sample(policy, batch.own_prompts, config.rollout, seeds, ahead)
     groups, scored = score_groups(policy, groups)
-    facts = share_facts(run.setting.ranks, groups, scored)
+    facts = share_facts(training.run.ranks, groups, scored)
     if config.advantage.needs_greedy:
-        facts, scored = _with_greedy(run, batch.own_prompts, facts, scored)
+        facts, scored = _with_greedy(training, batch.own_prompts, facts, scored)
     trimmed = [without_dropped(fact, config.groups) for fact in facts]
     weights = {reward.label: reward.weight for reward in config.reward}
     selected = select(trimmed, config.groups, config.advantage, weights, config.environment_weight)
@@ -186,21 +188,21 @@ def _one_round(run: PolicyRun, batch: PromptBatch, ahead: CompletionsAhead | Non
     trimmed = [fact for fact in trimmed if fact.prompt_id in selected_ids]
     own_groups = tuple(trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in selected_ids)
     left_out = tuple(group for group in groups if group.prompt.prompt_id not in selected_ids)
-    rank_messages = run.setting.ranks.gather([item.message for item in scored if item.message][:8])
+    rank_messages = training.run.ranks.gather([item.message for item in scored if item.message][:8])
     messages = tuple(line for lines in rank_messages for line in lines)
     return Rollout(own_groups, tuple(trimmed), tuple(facts), batch.metrics, messages, left_out)
 
 
-def _seeds_of(run: PolicyRun, batch: PromptBatch, step: int) -> dict[int, tuple[int, ...]]:
+def _seeds_of(training: PolicyTraining, batch: PromptBatch, step: int) -> dict[int, tuple[int, ...]]:
     """Return the seed of each completion of this rank's prompts, at any number of ranks the same."""
-    config = run.config.rollout
-    seed, indices = run.config.seed if config.seed is None else config.seed, range(config.group_size)
+    config = training.config.rollout
+    seed, indices = training.config.seed if config.seed is None else config.seed, range(config.group_size)
     ids = [prompt.prompt_id for prompt in batch.own_prompts]
     return {prompt_id: tuple(mixed(seed, step, prompt_id, index) for index in indices) for prompt_id in ids}
 
 
-def _requests(setting: Setting, prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int, ...]]) -> list[Request]:
-    files = ImageFiles(setting.config.data.image_dir, setting.base)
+def _requests(run: Run, prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int, ...]]) -> list[Request]:
+    files = ImageFiles(run.config.data.image_dir, run.base)
     return [
         Request(
             prompt.prompt_id,
@@ -215,15 +217,15 @@ def _requests(setting: Setting, prompts: Sequence[Prompt], seeds: Mapping[int, t
 
 
 def _with_greedy(
-    run: PolicyRun, prompts: Sequence[Prompt], facts: Sequence[GroupFact], scored: Sequence[Scored]
+    training: PolicyTraining, prompts: Sequence[Prompt], facts: Sequence[GroupFact], scored: Sequence[Scored]
 ) -> tuple[list[GroupFact], list[Scored]]:
     """Complete every prompt once more, greedily; return what that earns, and what scoring said of all completions."""
-    sampling = run.config.rollout.model_copy(update={"temperature": 0.0})
-    policy = run.evaluation
+    sampling = training.config.rollout.model_copy(update={"temperature": 0.0})
+    policy = training.evaluation
     groups = sample(policy, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts})
     rewarded, greedy_scored = score_groups(policy, groups)
     facts_with_greedy = with_baselines(
-        facts, share_facts(run.setting.ranks, rewarded, greedy_scored), run.config.groups
+        facts, share_facts(training.run.ranks, rewarded, greedy_scored), training.config.groups
     )
     return facts_with_greedy, [*scored, *greedy_scored]
 
@@ -265,11 +267,11 @@ def sample(
     """
     if policy.episodes is not None:
         return policy.episodes.sample(policy, prompts, sampling, seeds)
-    return sample_groups(policy.sharded, policy.sampler, prompts, sampling, seeds, ahead)
+    return sample_groups(policy.model, policy.sampler, prompts, sampling, seeds, ahead)
 
 
 def sample_groups(
-    sharded: ShardedModel,
+    model: Model,
     sampler: Sampler,
     prompts: Sequence[Prompt],
     sampling: SamplingConfig,
@@ -279,7 +281,7 @@ def sample_groups(
     """Complete this rank's prompts; all ranks call this together, and wait for each other only at its end.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         sampler: Has its engine.
         prompts: To complete.
         sampling: How.
@@ -289,25 +291,25 @@ def sample_groups(
     Raises:
         StepAbandoned: A rank was asked to stop; the same on all ranks.
     """
-    setting = sharded.setting
-    with setting.phase("rollout"):
-        if ahead is None or not ahead.is_begun(sharded.state.step):
-            sampler.publish(sharded)
-        requests = _requests(setting, prompts, seeds)
+    run = model.run
+    with run.phase("rollout"):
+        if ahead is None or not ahead.is_begun(model.state.step):
+            sampler.publish(model)
+        requests = _requests(run, prompts, seeds)
         # What ends an engine outside of this process for one rank ends the step on all.
-        sampled = setting.ranks.on_all_ranks(lambda: _collected(sharded, sampler, requests, sampling, ahead))
+        sampled = run.ranks.on_all_ranks(lambda: _collected(model, sampler, requests, sampling, ahead))
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
-        everyone = setting.ranks.gather((aborted, sum(completion.unscored for completion in sampled)))
+        everyone = run.ranks.gather((aborted, sum(completion.unscored for completion in sampled)))
         if any(gone for gone, _ in everyone):
             raise StepAbandoned
         if ahead is not None:
-            ahead.end(sharded.state.step)
+            ahead.end(model.state.step)
         if unscored := sum(count for _, count in everyone):
-            setting.log.messages.append(
+            run.log.messages.append(
                 f"warning: the engine tells no log-probability of {unscored} sampled tokens; nothing corrects them"
             )
-        refuse_nan(sharded, _with_nan(sampled))
-        return _groups(prompts, sampled, seeds, sampling, sharded.origin.tokenizer)
+        refuse_nan(model, _with_nan(sampled))
+        return _groups(prompts, sampled, seeds, sampling, model.blueprint.tokenizer)
 
 
 def _groups(
@@ -327,16 +329,16 @@ def _groups(
 
 
 def _collected(
-    sharded: ShardedModel,
+    model: Model,
     sampler: Sampler,
     requests: Sequence[Request],
     sampling: SamplingConfig,
     ahead: CompletionsAhead | None,
 ) -> list[Sampled]:
-    interrupted = sharded.setting.interrupted
+    interrupted = model.run.interrupted
     if ahead is None:
         return generate(sampler.engine, requests, sampling, interrupted)
-    return ahead.begin(sharded.state.step, requests).collect(interrupted)
+    return ahead.begin(model.state.step, requests).collect(interrupted)
 
 
 def _with_nan(sampled: Sequence[Sampled]) -> set[int]:
@@ -348,20 +350,20 @@ def _with_nan(sampled: Sequence[Sampled]) -> set[int]:
     }
 
 
-def refuse_nan(sharded: ShardedModel, prompt_ids: Collection[int]) -> None:
+def refuse_nan(model: Model, prompt_ids: Collection[int]) -> None:
     """Stop a run whose logits are NaN, since nothing can be sampled from them.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         prompt_ids: Prompts of this rank whose sampled log-probabilities are NaN.
 
     Raises:
         RunStopped: There is one on some rank; raised on all ranks.
     """
-    ids = sorted(number for rank_ids in sharded.setting.ranks.gather(set(prompt_ids)) for number in rank_ids)
+    ids = sorted(number for rank_ids in model.run.ranks.gather(set(prompt_ids)) for number in rank_ids)
     if ids:
         raise RunStopped(
-            f"The policy's logits are not finite (NaN) for {len(ids)} prompts of step {sharded.state.step + 1}, the "
+            f"The policy's logits are not finite (NaN) for {len(ids)} prompts of step {model.state.step + 1}, the "
             f"first one prompt {ids[0]}, so nothing can be sampled from it. Its weights are as the last step left "
             "them: look at grad_norm and loss in metrics.jsonl, and go on from an earlier checkpoint with a lower "
             "optim.lr, or with parallel.compute_dtype: float32."

@@ -30,7 +30,7 @@ from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.engines import PublishedEngine, give_weights
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import CompletionsAhead
-from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
+from holdfast.training.run import Evaluation, Model, Run, Training
 from holdfast.types import Group, MiniBatch, Prompt
 
 CRITIC = "critic"
@@ -52,7 +52,7 @@ class Episodes(Protocol):
     ) -> list[Group]:
         """Let this rank's prompts become episodes; all ranks call this together."""
 
-    def check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+    def check_rows(self, run: Run, prompts: Sequence[Prompt]) -> None:
         """Begin an environment with rows of the first batch; all ranks call this together."""
 
 
@@ -73,16 +73,16 @@ class Sampler:
     published: tuple[int, bool] | None = None
     """(number of updates, whether they are averages) of the published weights; None before the first publication."""
 
-    def publish(self, sharded: ShardedModel) -> None:
+    def publish(self, model: Model) -> None:
         """Give the engine a model's present weights; all ranks call this together."""
-        present = sharded.state.updates, sharded.holds_averages
+        present = model.state.updates, model.holds_averages
         if self.published != present:
-            give_weights(self.engine, sharded)
+            give_weights(self.engine, model)
             self.published = present
 
-    def release(self, sharded: ShardedModel) -> None:
+    def release(self, model: Model) -> None:
         """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
-        is_copy = not sharded.plan.whole or isinstance(self.engine, PublishedEngine)
+        is_copy = not model.plan.whole or isinstance(self.engine, PublishedEngine)
         if is_copy and self.published is not None and self.engine.sleep():
             self.published = None
 
@@ -104,23 +104,23 @@ class PolicyEvaluation(Evaluation):
     """Whether the rows of that stream come from several sources, which may differ."""
 
     @property
-    def setting(self) -> Setting:
+    def run(self) -> Run:
         """Where the policy lives."""
-        return self.sharded.setting
+        return self.model.run
 
     @property
     def config(self) -> GRPOConfig:
         """The configuration of a policy."""
-        config = self.setting.config
+        config = self.run.config
         assert isinstance(config, GRPOConfig)
         return config
 
 
 @dataclass(kw_only=True)
-class PolicyRun:
+class PolicyTraining:
     """Everything that a step of policy optimisation uses."""
 
-    common: Run
+    common: Training
     """What every run has."""
     evaluation: PolicyEvaluation
     """Of the policy that is trained."""
@@ -128,7 +128,7 @@ class PolicyRun:
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
     user_advantage: Callable[[Groups], RewardMatrix] | None = None
     """What `advantage: path` names, checked; None without it."""
-    pack: Callable[[PolicyRun, Any], list[MiniBatch]] | None = None
+    pack: Callable[[PolicyTraining, Any], list[MiniBatch]] | None = None
     """Replaces `experience.pack_rollout` in a plan, which executes the largest possible mini-batches."""
     ahead: CompletionsAhead | None = None
     """Completions of the next step if they are sampled ahead; the same object as `common.ahead`."""
@@ -136,9 +136,9 @@ class PolicyRun:
     """Latest steps of this process in a row whose episodes called none of their tools."""
 
     @property
-    def setting(self) -> Setting:
+    def run(self) -> Run:
         """Where the run takes place."""
-        return self.common.setting
+        return self.common.run
 
     @property
     def config(self) -> GRPOConfig:
@@ -146,9 +146,9 @@ class PolicyRun:
         return self.evaluation.config
 
     @property
-    def trained(self) -> Trained:
+    def model(self) -> Model:
         """The policy."""
-        return self.common.trained
+        return self.common.model
 
     @property
     def prompts(self) -> StreamAhead[PromptBatch]:
@@ -156,7 +156,7 @@ class PolicyRun:
         return self.common.stream
 
     @property
-    def critic(self) -> Trained | None:
+    def critic(self) -> Model | None:
         """The value model of `advantage: gae`, None without one."""
         return self.common.companions.get(CRITIC)
 
@@ -165,46 +165,46 @@ _PARAMETERS, _OPTIMIZER = "parameters", "optimizer"
 
 
 @contextmanager
-def offloaded(run: PolicyRun) -> Iterator[None]:
+def offloaded(training: PolicyTraining) -> Iterator[None]:
     """Offload what `residency` names within the block; the optimizer stays offloaded behind it."""
-    section = run.config.residency
+    section = training.config.residency
     if section.parameters == section.optimizer == "stay":
         yield
         return
-    host = run.trained.host_offload
-    everyone = [run.trained, *run.common.companions.values()]
+    host = training.model.host_offload
+    everyone = [training.model, *training.common.companions.values()]
     try:
-        with run.setting.phase("to_host"):  # before the engine's copy takes memory
+        with training.run.phase("to_host"):  # before the engine's copy takes memory
             if section.optimizer == "host":
-                for trained in everyone:
-                    host.offload(_OPTIMIZER, _states(trained), staying=sharded_parameters(trained.model).values())
-        with run.setting.phase("rollout"):
-            run.evaluation.sampler.publish(run.trained)  # what is offloaded cannot be gathered
-        with run.setting.phase("to_host"):
+                for model in everyone:
+                    host.offload(_OPTIMIZER, _states(model), staying=sharded_parameters(model.module).values())
+        with training.run.phase("rollout"):
+            training.evaluation.sampler.publish(training.model)  # what is offloaded cannot be gathered
+        with training.run.phase("to_host"):
             if section.parameters == "host":
-                host.offload(_PARAMETERS, _own_parameters(run))
-                for companion in run.common.companions.values():
-                    host.offload(_PARAMETERS, sharded_parameters(companion.model).values())
-                for trained in everyone:
-                    free_copies(trained.model)
+                host.offload(_PARAMETERS, _own_parameters(training))
+                for companion in training.common.companions.values():
+                    host.offload(_PARAMETERS, sharded_parameters(companion.module).values())
+                for model in everyone:
+                    free_copies(model.module)
         yield
     finally:
-        run.trained.restore(_PARAMETERS)
+        training.model.restore(_PARAMETERS)
 
 
 @contextmanager
-def restored_afterwards(trained: Trained) -> Iterator[None]:
+def restored_afterwards(model: Model) -> Iterator[None]:
     """Restore whatever is still offloaded when the block ends, however it ends."""
     try:
         yield
     finally:
-        trained.restore()
+        model.restore()
 
 
-def note_what_stays(run: PolicyRun) -> None:
+def note_what_stays(training: PolicyTraining) -> None:
     """Note that `residency.parameters` moves nothing of a policy that the engine reads itself."""
-    if run.config.residency.parameters == "host" and not _own_parameters(run):
-        run.setting.log.messages.append(f"note: {moves_nothing(run.trained.plan)}")
+    if training.config.residency.parameters == "host" and not _own_parameters(training):
+        training.run.log.messages.append(f"note: {moves_nothing(training.model.plan)}")
 
 
 def moves_nothing(plan: ShardPlan) -> str:
@@ -215,25 +215,25 @@ def moves_nothing(plan: ShardPlan) -> str:
     )
 
 
-def _own_parameters(run: PolicyRun) -> list[Tensor]:
+def _own_parameters(training: PolicyTraining) -> list[Tensor]:
     """Return the parameters that the engine has copies of: what is gathered, or cast."""
-    if run.trained.plan.whole:
+    if training.model.plan.whole:
         return []
-    computed: torch.dtype = getattr(torch, run.trained.plan.compute_dtype)
-    replicated, gathered = set(run.trained.plan.replicated), run.trained.plan.shard > 1
+    computed: torch.dtype = getattr(torch, training.model.plan.compute_dtype)
+    replicated, gathered = set(training.model.plan.replicated), training.model.plan.shard > 1
     return [
         value
-        for name, value in sharded_parameters(run.trained.model).items()
+        for name, value in sharded_parameters(training.model.module).items()
         if name not in replicated and (gathered or value.dtype != computed)
     ]
 
 
-def _states(trained: Trained) -> list[Tensor]:
-    states = trained.optimizer.state.values()
+def _states(model: Model) -> list[Tensor]:
+    states = model.updater.state.values()
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return tensors + ([] if trained.averages is None else list(trained.averages.tensors.values()))
+    return tensors + ([] if model.averages is None else list(model.averages.tensors.values()))
 
 
-def is_warming_up(run: PolicyRun) -> bool:
+def is_warming_up(training: PolicyTraining) -> bool:
     """Whether only the critic is trained in this step."""
-    return run.config.critic is not None and run.trained.state.step < run.config.critic.warmup_steps
+    return training.config.critic is not None and training.model.state.step < training.config.critic.warmup_steps

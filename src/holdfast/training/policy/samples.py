@@ -13,7 +13,7 @@ from holdfast.metrics.progress import terminal_width
 from holdfast.text.escaping import escaped
 from holdfast.text.shortening import shortened
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.run import PolicyTraining
 from holdfast.training.policy.sample_images import image_name, small_images
 from holdfast.training.run import Logbook
 from holdfast.types import Finish, Group, Prompt, Trajectory
@@ -46,24 +46,24 @@ class SampleRow(NamedTuple):
     """What the user said last before it, which the table shows in the place of the prompt; "": nothing is known."""
 
 
-def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
+def tell_samples(training: PolicyTraining, rollout: Rollout) -> None:
     """Every `rollout.show_every` steps, queue some completions for the screen and all of them for samples.jsonl."""
-    config, step = run.config.rollout, run.trained.state.step
+    config, step = training.config.rollout, training.model.state.step
     if step % config.show_every and step != 1:
         return
-    files = ImageFiles(run.config.data.image_dir, run.setting.base)
-    is_formatted = run.config.data.format is not None
+    files = ImageFiles(training.config.data.image_dir, training.run.base)
+    is_formatted = training.config.data.format is not None
     own_samples = [_sample_rows(step, group, files, is_formatted, trained=True) for group in rollout.groups]
     own_samples += [_sample_rows(step, group, files, is_formatted, trained=False) for group in rollout.left_out]
-    everyone = run.setting.ranks.gather_to_first(own_samples)
+    everyone = training.run.ranks.gather_to_first(own_samples)
     samples = sorted(
         (item for of_rank in everyone for of_group in of_rank for item in of_group), key=lambda item: item.sample_id
     )
-    tokens = _tokens(run, rollout, samples)
+    tokens = _tokens(training, rollout, samples)
     if samples:
-        _queue(run.setting.log, samples, tokens)
+        _queue(training.run.log, samples, tokens)
         if config.show:
-            run.setting.log.messages.append(sample_table(choose_samples(samples, config.show), step, terminal_width()))
+            training.run.log.messages.append(sample_table(choose_samples(samples, config.show), step, terminal_width()))
 
 
 def _queue(log: Logbook, samples: Sequence[SampleRow], tokens: Mapping[int, list[list[Any]]]) -> None:
@@ -72,25 +72,25 @@ def _queue(log: Logbook, samples: Sequence[SampleRow], tokens: Mapping[int, list
         log.sample_images |= {image_name(image): image for image in item.images}
 
 
-def _tokens(run: PolicyRun, rollout: Rollout, samples: Sequence[SampleRow]) -> dict[int, list[list[Any]]]:
+def _tokens(training: PolicyTraining, rollout: Rollout, samples: Sequence[SampleRow]) -> dict[int, list[list[Any]]]:
     """Return the tokens of the best, the worst and the newest completion on rank 0; all ranks call this together.
 
     Args:
-        run: Of the policy.
+        training: Of the policy.
         rollout: Of this rank.
         samples: All completions, on rank 0.
     """
-    if run.config.metrics.samples != "jsonl":
+    if training.config.metrics.samples != "jsonl":
         return {}
     selected = choose_samples(samples, 3) if samples else []
-    selected_ids = run.setting.ranks.agree({item.sample_id for _, item in selected})
+    selected_ids = training.run.ranks.agree({item.sample_id for _, item in selected})
     token_rows = {
-        trajectory.sample_id: _token_rows(trajectory, group.prompt.tokens.size, run.trained.origin.tokenizer)
+        trajectory.sample_id: _token_rows(trajectory, group.prompt.tokens.size, training.model.blueprint.tokenizer)
         for group in (*rollout.groups, *rollout.left_out)
         for trajectory in group.trajectories
         if trajectory.sample_id in selected_ids
     }
-    everyone = run.setting.ranks.gather_to_first(token_rows)
+    everyone = training.run.ranks.gather_to_first(token_rows)
     return {sample: rows for rank_rows in everyone for sample, rows in rank_rows.items()}
 
 

@@ -9,13 +9,12 @@ from holdfast.config.sections.environment import AgentConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.rewards.base import RunProgress, Sample, Scored
 from holdfast.training.policy.run import PolicyEvaluation
-from holdfast.training.run import Trained
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 
 def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:
     """Return this rank's groups with their rewards, and what scoring said of each completion."""
-    with policy.setting.phase("reward"):
+    with policy.run.phase("reward"):
         progress = progress_of(policy)
         pairs = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
         samples = [
@@ -24,7 +23,7 @@ def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[lis
             if trajectory.finish is not Finish.ERROR
         ]
         # What ends the reward processes of one rank ends the run on all.
-        answered = iter(policy.setting.ranks.on_all_ranks(lambda: policy.score(samples)))
+        answered = iter(policy.run.ranks.on_all_ranks(lambda: policy.score(samples)))
         scored = [
             _of_failed_episode(policy, trajectory) if trajectory.finish is Finish.ERROR else next(answered)
             for _, trajectory in pairs
@@ -43,7 +42,7 @@ def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[lis
 def _of_failed_episode(policy: PolicyEvaluation, trajectory: Trajectory) -> Scored:
     """Leave out an episode whose environment or agent failed: that is not its doing."""
     fault = "" if trajectory.episode is None else trajectory.episode.fault
-    config = policy.setting.config
+    config = policy.run.config
     is_agent = isinstance(config, GRPOConfig) and isinstance(config.environment, AgentConfig)
     whose = "agent" if is_agent else "environment"
     message = f"{whose} {fault}; the group goes on without sample {trajectory.sample_id}"
@@ -52,10 +51,10 @@ def _of_failed_episode(policy: PolicyEvaluation, trajectory: Trajectory) -> Scor
 
 def progress_of(policy: PolicyEvaluation) -> RunProgress:
     """Return the progress of the run that reward functions receive."""
-    stream, sharded = policy.stream, policy.sharded
-    if stream is None or not isinstance(sharded, Trained):
-        return RunProgress(sharded.state.step)
-    return RunProgress(sharded.state.step, sharded.total_steps or 0, stream.epoch)
+    stream, model = policy.stream, policy.model
+    if stream is None or model.optimizer is None:
+        return RunProgress(model.state.step)
+    return RunProgress(model.state.step, model.total_steps or 0, stream.epoch)
 
 
 def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: RunProgress) -> Sample:

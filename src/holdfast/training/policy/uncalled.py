@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from holdfast.text.escaping import escaped
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.run import PolicyTraining
 
 _STEPS = (3, 10, 30, 100)
 """After so many steps in a row without a call it is told."""
 _LONGEST = 160
 
 
-def tell_uncalled(run: PolicyRun, rollout: Rollout) -> None:
+def tell_uncalled(training: PolicyTraining, rollout: Rollout) -> None:
     """Count steps in whose episodes nothing was called, and warn after some; all ranks call this together."""
     episodes = [fact.episode for group in rollout.sampled for fact in group.completions if fact.episode is not None]
     is_uncalled = bool(episodes) and not any(sum(episode.called.values()) for episode in episodes)
-    run.steps_without_calls = run.steps_without_calls + 1 if is_uncalled else 0
-    if run.steps_without_calls not in _STEPS:
+    training.steps_without_calls = training.steps_without_calls + 1 if is_uncalled else 0
+    if training.steps_without_calls not in _STEPS:
         return
-    examples = [said for said in run.setting.ranks.gather(_said(rollout)) if said]
+    examples = [said for said in training.run.ranks.gather(_said(rollout)) if said]
     if examples:
-        run.setting.log.messages.append(
-            f"warning: no tool was called in {run.steps_without_calls} steps. The policy wrote instead: {examples[0]} "
+        training.run.log.messages.append(
+            f"warning: no tool was called in {training.steps_without_calls} steps. The policy wrote instead: {examples[0]} "
             "(its first words). Say in the prompt when to call which tool and show a call, or train on examples first "
             "(`holdfast sft`)"
         )

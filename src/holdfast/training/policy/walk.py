@@ -25,8 +25,8 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.training.phases import PhaseClock
 from holdfast.training.policy.made_up import made_up_rollout
 from holdfast.training.policy.rollouts import Rollout, sample_groups
-from holdfast.training.policy.run import PolicyRun
-from holdfast.training.run import Logbook, Trained
+from holdfast.training.policy.run import PolicyTraining
+from holdfast.training.run import Logbook, Model
 from holdfast.types import Group, Prompt
 
 _GROUPS = 2
@@ -69,30 +69,32 @@ class _WalkClock(PhaseClock):
         return ", ".join(f"{act} {seconds:.1f} s" for act, seconds in totals.items())
 
 
-def walk_a_step(run: PolicyRun, learn: Callable[[PolicyRun, Rollout], object]) -> None:
+def walk_a_step(training: PolicyTraining, learn: Callable[[PolicyTraining, Rollout], object]) -> None:
     """Make a trial step, and leave models, optimizers, counters, logs and random generators as they were, bit for bit.
 
     Peaks of memory are the process's and count it. All ranks call this together.
 
     Args:
-        run: Ready for its first step.
+        training: Ready for its first step.
         learn: The recipe's own, which updates the policy on a rollout.
 
     Raises:
         ModelError: Something on the way fails, or has no memory; the phase is named.
         HoldfastError: Whatever a part of the step raises of its own, as it would in step 1.
     """
-    if isinstance(run.config.rollout.engine, RecordedEngineConfig):
+    if isinstance(training.config.rollout.engine, RecordedEngineConfig):
         return  # the run that recorded has walked, and such tiny groups are not among its completions
     clock = _WalkClock()
     try:
-        with private_randomness(), _restoring(run, clock):
-            if run.config.critic is not None:  # or the critic alone would learn, and the policy's update stay unseen
-                run.trained.state.step = max(run.trained.state.step, run.config.critic.warmup_steps)
-            learn(run, made_up_rollout(_sampled(run), run.config, run.setting.ranks))
+        with private_randomness(), _restoring(training, clock):
+            if (
+                training.config.critic is not None
+            ):  # or the critic alone would learn, and the policy's update stay unseen
+                training.model.state.step = max(training.model.state.step, training.config.critic.warmup_steps)
+            learn(training, made_up_rollout(_sampled(training), training.config, training.run.ranks))
     except Exception as error:
-        run.evaluation.sampler.engine.close()  # there will be no run that does
-        if isinstance(error, HoldfastError) or run.setting.world.failure.broken_by_peer(error):
+        training.evaluation.sampler.engine.close()  # there will be no run that does
+        if isinstance(error, HoldfastError) or training.run.world.failure.broken_by_peer(error):
             raise
         why = " ".join(str(error).split()) or type(error).__name__
         if is_out_of_memory(error):
@@ -103,77 +105,80 @@ def walk_a_step(run: PolicyRun, learn: Callable[[PolicyRun, Rollout], object]) -
             ) from error
         raise ModelError(
             f"A step of this run would fail where it {clock.act}: {type(error).__name__}: {why:.600} Two tiny groups "
-            f"showed it before step 1, and nothing was trained. If {run.trained.origin.family.name} cannot do that, "
+            f"showed it before step 1, and nothing was trained. If {training.model.blueprint.family.name} cannot do that, "
             "please report the architecture."
         ) from error
-    if run.setting.world.is_first:
+    if training.run.world.is_first:
         print(f"walked one step before step 1: {clock.seconds()}", flush=True)
 
 
-def _sampled(run: PolicyRun) -> list[Group]:
+def _sampled(training: PolicyTraining) -> list[Group]:
     """Return two groups of this rank, of as many completions as the run's, sampled as the run samples."""
-    rollout, first = run.config.rollout, run.setting.world.rank * _GROUPS
+    rollout, first = training.config.rollout, training.run.world.rank * _GROUPS
     size = rollout.group_size
     sampling = rollout.model_copy(update={"max_new_tokens": min(_NEW_TOKENS, rollout.max_new_tokens)})
-    prompts = [_prompt(run, first + number) for number in range(_GROUPS)]
+    prompts = [_prompt(training, first + number) for number in range(_GROUPS)]
     return sample_groups(
-        run.trained,
-        run.evaluation.sampler,
+        training.model,
+        training.evaluation.sampler,
         prompts,
         sampling,
         {prompt.prompt_id: tuple(range(size)) for prompt in prompts},
     )
 
 
-def _prompt(run: PolicyRun, number: int) -> Prompt:
-    images = run.evaluation.images if isinstance(run.evaluation.images, ImageSide) else None
-    tokens = plain_tokens(run.trained.model, images, _PROMPT_TOKENS, number)
+def _prompt(training: PolicyTraining, number: int) -> Prompt:
+    images = training.evaluation.images if isinstance(training.evaluation.images, ImageSide) else None
+    tokens = plain_tokens(training.model.module, images, _PROMPT_TOKENS, number)
     positions = None if images is None else images.probe(tokens, number).positions
-    text, source = run.trained.origin.tokenizer.decode(tokens.tolist()), next(iter(run.common.source_names), "")
+    text, source = (
+        training.model.blueprint.tokenizer.decode(tokens.tolist()),
+        next(iter(training.common.source_names), ""),
+    )
     return Prompt(number, tokens, text, {}, source, positions=positions)
 
 
 @contextmanager
-def _restoring(run: PolicyRun, clock: PhaseClock) -> Iterator[None]:
+def _restoring(training: PolicyTraining, clock: PhaseClock) -> Iterator[None]:
     """Let a step change copies within the block, and restore what it changes in place when the block ends.
 
     Counters, optimizers and logs are replaced by copies. Averages and a reference that follows the policy do not move.
     Weights and buffers of the policy and its companions are changed in place and written back.
     """
-    present = [run.trained, *run.common.companions.values()]
-    fields = [(trained, dict(vars(trained)), _copied(trained)) for trained in present]
-    logs = [(trained.setting, trained.setting.log) for trained in present]
-    for trained in present:
-        trained.state = deepcopy(trained.state)
-        trained.optimizer = twin_of(trained.optimizer, [dict(group) for group in trained.optimizer.param_groups])
-        trained.averages = trained.following = None
-    for setting, log in logs:
-        setting.log = Logbook(clock=clock, peaks=log.peaks)
+    present = [training.model, *training.common.companions.values()]
+    fields = [(model, dict(vars(model)), _copied(model)) for model in present]
+    logs = [(model.run, model.run.log) for model in present]
+    for model in present:
+        model.state = deepcopy(model.state)
+        model.optimizer = twin_of(model.updater, [dict(group) for group in model.updater.param_groups])
+        model.averages = model.following = None
+    for run, log in logs:
+        run.log = Logbook(clock=clock, peaks=log.peaks)
     try:
         yield
         # Not behind an error, which may be this rank's alone: servers that share GPUs are asked by all ranks together.
-        run.evaluation.sampler.release(run.trained)
+        training.evaluation.sampler.release(training.model)
     finally:
-        run.evaluation.sampler.published = None
-        for setting, log in logs:
-            setting.log = log
-        for trained, values, tensors in fields:
-            vars(trained).update(values)
+        training.evaluation.sampler.published = None
+        for run, log in logs:
+            run.log = log
+        for model, values, tensors in fields:
+            vars(model).update(values)
             with torch.no_grad():
-                for name, value in _moving(trained).items():
+                for name, value in _moving(model).items():
                     value.grad = None
                     local_part(value).copy_(tensors[name])
 
 
-def _moving(trained: Trained) -> dict[str, torch.Tensor]:
+def _moving(model: Model) -> dict[str, torch.Tensor]:
     """Return the tensors of a model that a step may change in place, by name."""
-    parameters = sharded_parameters(trained.model)
+    parameters = sharded_parameters(model.module)
     return {
         **{name: value for name, value in parameters.items() if value.requires_grad},
-        **dict(trained.model.named_buffers()),
+        **dict(model.module.named_buffers()),
     }
 
 
-def _copied(trained: Trained) -> dict[str, torch.Tensor]:
+def _copied(model: Model) -> dict[str, torch.Tensor]:
     """Return this rank's part of what may change, in host memory: a device may have no room for it twice."""
-    return {name: local_part(value).detach().to("cpu", copy=True) for name, value in _moving(trained).items()}
+    return {name: local_part(value).detach().to("cpu", copy=True) for name, value in _moving(model).items()}

@@ -24,8 +24,8 @@ from holdfast.parallel.mesh import World
 from holdfast.training.engines import layout_of
 from holdfast.training.other_models.reference import NO_IMAGES, Reference, build_reference, following_of
 from holdfast.training.other_models.table import LOGPROB_COLUMN, TableInputs, with_table
-from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
-from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.preference.run import PreferenceEvaluation, PreferenceTraining
+from holdfast.training.run import Model, Run
 from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.losses import preference_objective
@@ -41,19 +41,19 @@ from holdfast.training.setup.rows import (
 from holdfast.types import Example
 
 
-def build_preference_run(config: DPOConfig, base: Path, world: World, live: Live | None = None) -> PreferenceRun:
+def build_preference_run(config: DPOConfig, base: Path, world: World, live: Live | None = None) -> PreferenceTraining:
     """Return a run that is ready for its first step.
 
     Raises:
         UserError: Anything that can be known now; the same error on all ranks.
     """
-    setting = Setting.of(config, base, world)
-    setup = begin(setting, live or Live())
+    run = Run.of(config, base, world)
+    setup = begin(run, live or Live())
     evaluation, tokenise = _evaluation(config, setup)
-    stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, setup.data, tokenise, evaluation.layout))
-    run = PreferenceRun(common=run_of(setup, evaluation, stream), evaluation=evaluation)
-    run.common.trained.following = following_of(evaluation.reference, config.reference)
-    return run
+    stream = run.ranks.on_all_ranks(lambda: training_stream(run, setup.data, tokenise, evaluation.layout))
+    training = PreferenceTraining(common=run_of(setup, evaluation, stream), evaluation=evaluation)
+    training.common.model.following = following_of(evaluation.reference, config.reference)
+    return training
 
 
 def build_preference_evaluation(config: DPOConfig, base: Path, world: World) -> PreferenceEvaluation:
@@ -65,32 +65,32 @@ def build_preference_evaluation(config: DPOConfig, base: Path, world: World) -> 
     # Of an evaluation alone nothing is kept, and training rows are not scored.
     reference = config.reference.model_copy(update={"precompute": False, "cache": None})
     config = config.model_copy(update={"reference": reference})
-    return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))[0]
+    return _evaluation(config, begin_evaluation(Run.of(config, base, world)))[0]
 
 
 def _evaluation(config: DPOConfig, setup: RunSetup) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
-    setting, data, live, ranks = setup.setting, setup.data, setup.live, setup.setting.ranks
-    objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, setting))
-    sharded = build_model(setting, live, partial(_look_at_rows, config, setup))
-    images = _images(config, sharded.origin)
-    layout = ranks.on_all_ranks(lambda: pair_layout(config, sharded, images))
-    plain = ranks.on_all_ranks(lambda: preference_tokeniser(config, setting, sharded.origin.tokenizer, images))
-    accept = ranks.on_all_ranks(lambda: row_filter(setting))
+    run, data, live, ranks = setup.run, setup.data, setup.live, setup.run.ranks
+    objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, run))
+    model = build_model(run, live, partial(_look_at_rows, config, setup))
+    images = _images(config, model.blueprint)
+    layout = ranks.on_all_ranks(lambda: pair_layout(config, model, images))
+    plain = ranks.on_all_ranks(lambda: preference_tokeniser(config, run, model.blueprint.tokenizer, images))
+    accept = ranks.on_all_ranks(lambda: row_filter(run))
     tokenise: Tokenise[Example] = plain
     of_sets: dict[str, Tokenise[Example]] = dict.fromkeys(data.evaluation, plain)
     reference: Reference | None = None
     if config.preference.needs_reference and config.reference.precompute:
-        inputs = TableInputs(config, sharded, data, live, layout, plain, accept)
+        inputs = TableInputs(config, model, data, live, layout, plain, accept)
         tokenise, of_sets = with_table(inputs)
         layout = replace(layout, columns={**layout.columns, LOGPROB_COLUMN: np.float64})
     elif config.preference.needs_reference:
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
-        reference = build_reference(sharded, live, config.reference, why=why)
-    sets = opened_sets(setting, data, SetReading(of_sets, accept, preferred_only(plain)), layout)
+        reference = build_reference(model, live, config.reference, why=why)
+    sets = opened_sets(run, data, SetReading(of_sets, accept, preferred_only(plain)), layout)
     ranks.on_all_ranks(lambda: refuse_completions_with_images(config, sets, images))
     evaluation = PreferenceEvaluation(
-        sharded=sharded,
+        model=model,
         objective=objective,
         sets=sets,
         takes_pairs=config.preference.takes_pairs,
@@ -101,11 +101,9 @@ def _evaluation(config: DPOConfig, setup: RunSetup) -> tuple[PreferenceEvaluatio
 
 
 def _look_at_rows(config: DPOConfig, setup: RunSetup, origin: Blueprint) -> None:
-    setting, ranks = setup.setting, setup.setting.ranks
-    tokenise = ranks.on_all_ranks(
-        lambda: preference_tokeniser(config, setting, origin.tokenizer, _images(config, origin))
-    )
-    check_first_rows(setting, setup.data, tokenise, sees=origin.image_processor is not None)
+    run, ranks = setup.run, setup.run.ranks
+    tokenise = ranks.on_all_ranks(lambda: preference_tokeniser(config, run, origin.tokenizer, _images(config, origin)))
+    check_first_rows(run, setup.data, tokenise, sees=origin.image_processor is not None)
 
 
 def _images(config: DPOConfig, origin: Blueprint) -> ImageSide | str:
@@ -115,21 +113,21 @@ def _images(config: DPOConfig, origin: Blueprint) -> ImageSide | str:
     return image_side_of(config, origin)
 
 
-def pair_layout(config: DPOConfig, sharded: ShardedModel, images: ImageSide | str) -> Layout:
+def pair_layout(config: DPOConfig, model: Model, images: ImageSide | str) -> Layout:
     """Return how pairs, or single answers, are packed.
 
     Raises:
         ConfigError: Prompts shall be shared, and cannot.
     """
-    pairs, padded = config.preference.takes_pairs, sharded.model.padded
+    pairs, padded = config.preference.takes_pairs, model.module.padded
     if config.data.shared_prompt == "on" and padded:
-        reason = sharded.origin.family.why_not_packed or "data.packing or model.attention says so"
+        reason = model.blueprint.family.why_not_packed or "data.packing or model.attention says so"
         raise ConfigError(
-            f"data.shared_prompt: on, but {sharded.origin.family.name} is trained with one sequence per row "
+            f"data.shared_prompt: on, but {model.blueprint.family.name} is trained with one sequence per row "
             f"({reason}): a prompt stands in each. Use auto."
         )
     return replace(
-        layout_of(sharded, images),
+        layout_of(model, images),
         whole_draws=pairs,
         shares_heads=pairs and not padded and config.data.shared_prompt != "off",
         columns={} if pairs else {"desirable": np.bool_},

@@ -21,12 +21,12 @@ from holdfast.objectives.pairs import answers_of
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.training.evaluate import evaluate
 from holdfast.training.other_models.reference import Reference, scored
-from holdfast.training.run import Evaluation, Run, ShardedModel
+from holdfast.training.run import Evaluation, Model, Training
 from holdfast.types import Batch, Example, MiniBatch, Scores, host_value
 
 
 @torch.no_grad()
-def divergence(sharded: ShardedModel, batches: Sequence[Batch]) -> float:
+def divergence(model: Model, batches: Sequence[Batch]) -> float:
     """Return KTO's z0 of an update in nats per answer, the same on every rank; all ranks call this together.
 
     Ethayarajh et al., "KTO" (arXiv:2402.01306), section 4: z0 = max(0, mean of log policy(y' | x) - log reference(y' |
@@ -38,37 +38,35 @@ def divergence(sharded: ShardedModel, batches: Sequence[Batch]) -> float:
     Where the update has one row, z0 is 0.
 
     Args:
-        sharded: The policy.
+        model: The policy.
         batches: The update's prompts with answers of other rows and what the reference says of them; as many batches on
             every rank.
     """
     if not batches:
         return 0.0
-    sums = {"kl": torch.zeros(2, dtype=torch.float64, device=sharded.setting.world.device)}
-    with without_dropout(sharded.model):
+    sums = {"kl": torch.zeros(2, dtype=torch.float64, device=model.run.world.device)}
+    with without_dropout(model.module):
         for host_batch in batches:
-            batch = to_device(host_batch, sharded.setting.world.device)
-            scores = sharded.model(batch, temperature=sharded.temperature)
+            batch = to_device(host_batch, model.run.world.device)
+            scores = model.module(batch, temperature=model.temperature)
             assert isinstance(scores, Scores)
             answers = answers_of(scores.logprobs, scored_tokens(batch), compared=True)
             sums["kl"] += ratio(answers.log_ratios.sum(), answers.log_ratios.numel())
-    total, count = host_value(reduce_sums(sums, sharded.setting.world.device)["kl"], "divergence of single answers")
+    total, count = host_value(reduce_sums(sums, model.run.world.device)["kl"], "divergence of single answers")
     return max(0.0, float(total / count))
 
 
-def answered_by_next_rows(
-    sharded: ShardedModel, reference: Reference, mini_batch: MiniBatch, layout: Layout
-) -> Sequence[Batch]:
+def answered_by_next_rows(model: Model, reference: Reference, mini_batch: MiniBatch, layout: Layout) -> Sequence[Batch]:
     """Return prompts with the next row's answer and what the reference says of them; none where there is one row.
 
     All ranks call this together.
     """
     examples = {example.sample_id: example for batch in mini_batch.micro_batches for example in unpack(batch)}
-    candidates = with_next_answers(examples, sharded.setting.ranks, sharded.setting.config.data.max_length)
+    candidates = with_next_answers(examples, model.run.ranks, model.run.config.data.max_length)
     if len(candidates.sequences) < 2:
         return []
-    batches = assemble(candidates, sharded.setting.ranks, sharded.setting.config.data, replace(layout, columns={}))
-    return scored(sharded, reference, batches, "reference_logprobs").micro_batches
+    batches = assemble(candidates, model.run.ranks, model.run.config.data, replace(layout, columns={}))
+    return scored(model, reference, batches, "reference_logprobs").micro_batches
 
 
 def with_next_answers(own_examples: dict[int, Example], ranks: Ranks, max_length: int) -> Candidates[Example]:
@@ -158,10 +156,10 @@ class PreferenceEvaluation(Evaluation):
 
 
 @dataclass(kw_only=True)
-class PreferenceRun:
+class PreferenceTraining:
     """Everything that a step on preferences uses."""
 
-    common: Run
+    common: Training
     """What every run has."""
     evaluation: PreferenceEvaluation
     """Of the policy that is trained."""
@@ -169,16 +167,16 @@ class PreferenceRun:
 
 def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
     """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
-    sharded, layout, reference = evaluation.sharded, evaluation.layout, evaluation.reference
+    model, layout, reference = evaluation.model, evaluation.layout, evaluation.reference
     if reference is None:
         return mini_batch
-    with sharded.setting.phase("reference"):
-        result = scored(sharded, reference, mini_batch, "reference_logprobs")
+    with model.run.phase("reference"):
+        result = scored(model, reference, mini_batch, "reference_logprobs")
     if evaluation.takes_pairs:
         return result
-    with sharded.setting.phase("divergence"):
-        answered = answered_by_next_rows(sharded, reference, mini_batch, layout)
-        return with_divergence(result, divergence(sharded, answered))
+    with model.run.phase("divergence"):
+        answered = answered_by_next_rows(model, reference, mini_batch, layout)
+        return with_divergence(result, divergence(model, answered))
 
 
 def with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:

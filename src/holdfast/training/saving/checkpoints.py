@@ -25,7 +25,7 @@ from holdfast.errors import UserError
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.control import StopRequests
-from holdfast.training.run import Run, say
+from holdfast.training.run import Training, say
 from holdfast.training.saving.earlier_steps import go_on_from
 from holdfast.training.saving.emergency import EmergencySave, StepState, collect_together, meet_again, wait_for_all
 from holdfast.training.saving.exports import EXPORTS
@@ -42,14 +42,14 @@ _DELETION_SECONDS = 10.0
 class Checkpoints:
     """Owns a run's directory and its checkpoints within a block; all ranks enter it and call its methods together."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._config = run.setting.config.checkpoint
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._config = training.run.config.checkpoint
         self._stack = ExitStack()
-        self._storage = open_storage(directory.checkpoint_place(run.setting.directory, run.setting.config))
+        self._storage = open_storage(directory.checkpoint_place(training.run.directory, training.run.config))
         self._ranks = RankGroup(self._config.timeout_minutes)
         self._session: Session | None = None
-        self._leases = RunLeases(run.setting.directory, self._storage, lambda message: say(run, message))
+        self._leases = RunLeases(training.run.directory, self._storage, lambda message: say(training, message))
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
         self._first_step = 0
@@ -63,28 +63,28 @@ class Checkpoints:
         Raises:
             UserError: The directory is taken, no checkpoint is whole, or the newest does not fit this run.
         """
-        run = self._run
-        if run.setting.config.dry_run and run.setting.world.is_first:
-            directory.remove(run.setting.directory)  # what an interrupted dry run left behind
-        with run.setting.ranks.together():
-            has_checkpoints = self._leases.has_any() if run.setting.world.is_first else False
-            checked_assets(run)  # what cannot be written fails here, on all ranks alike
+        training = self._training
+        if training.run.config.dry_run and training.run.world.is_first:
+            directory.remove(training.run.directory)  # what an interrupted dry run left behind
+        with training.run.ranks.together():
+            has_checkpoints = self._leases.has_any() if training.run.world.is_first else False
+            checked_assets(training)  # what cannot be written fails here, on all ranks alike
         has_checkpoints = self._ranks.agree(has_checkpoints)
-        self._is_new_run = run.setting.world.is_first and not self._leases.has_run()
+        self._is_new_run = training.run.world.is_first and not self._leases.has_run()
         if not has_checkpoints:
-            run.stream.read_ahead(run.trained.state.step)
+            training.stream.read_ahead(training.model.state.step)
         try:
-            run_id, has_checkpoints = run.setting.ranks.on_first_rank(self._take_directory)
+            run_id, has_checkpoints = training.run.ranks.on_first_rank(self._take_directory)
         except BaseException:
             self._stack.close()
             raise
         try:
             self._hold(run_id)
-            check_seen(run, run_id, self._storage)
+            check_seen(training, run_id, self._storage)
             self._start(has_checkpoints=has_checkpoints)
             # Now that nothing else can be refused.
-            run.setting.ranks.on_first_rank(lambda: self._leases.describe(run.setting.config))
-            self._emergency = EmergencySave(run, self._save_in_emergency, self._config.grace_seconds)
+            training.run.ranks.on_first_rank(lambda: self._leases.describe(training.run.config))
+            self._emergency = EmergencySave(training, self._save_in_emergency, self._config.grace_seconds)
             self._stack.callback(self._emergency.close)
         except BaseException as error:
             self._leave_nothing(error)  # while nobody else can have taken it
@@ -93,7 +93,7 @@ class Checkpoints:
         return self
 
     def _hold(self, run_id: str) -> None:
-        run = self._run
+        training = self._training
         self._session = Session(
             self._storage,
             self._ranks,
@@ -102,22 +102,24 @@ class Checkpoints:
             background=self._config.background,
             read_back=self._config.read_back,
             reached=self._reached,
-            late=run.setting.world.failure.late_in_background,
+            late=training.run.world.failure.late_in_background,
             wait_for_all=self._wait_for_save,
         )
-        self._contents = Contents(run)
-        self._rehearsals = Rehearsals(run, self.session, self._contents)
+        self._contents = Contents(training)
+        self._rehearsals = Rehearsals(training, self.session, self._contents)
 
     def _take_directory(self) -> tuple[str, bool]:
         """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
-        run = self._run
+        training = self._training
         self._leases.take(self._stack)
         # The job that was waited for may have made this a run, and saved.
         self._is_new_run, has_checkpoints = not self._leases.has_run(), self._leases.has_any()
         lost = self._leases.lost_identity()
-        if lost is not None or not directory.is_run(run.setting.directory):
-            directory.create(run.setting.directory, run.setting.config, run.setting.config.verb, lost, parent_of(run))
-        return directory.run_id(run.setting.directory), has_checkpoints
+        if lost is not None or not directory.is_run(training.run.directory):
+            directory.create(
+                training.run.directory, training.run.config, training.run.config.verb, lost, parent_of(training)
+            )
+        return directory.run_id(training.run.directory), has_checkpoints
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,7 +132,7 @@ class Checkpoints:
                 wait_for_deletions(_DELETION_SECONDS)
             elif issubclass(kind, Exception):
                 # A save waits for all ranks: where one is lost, as long as a save before an error may take is enough.
-                lost = error is not None and self._run.setting.world.failure.broken_by_peer(error)
+                lost = error is not None and self._training.run.world.failure.broken_by_peer(error)
                 hangs = not self._collect_before_leaving(self._config.grace_seconds if lost else self._still_seconds)
         finally:
             self._leave_nothing(error)  # while nobody else can have taken it
@@ -166,14 +168,14 @@ class Checkpoints:
 
     def _note(self, step: int) -> None:
         """Record a save that the journal does not see, so that the next start can tell if it has disappeared."""
-        if self._run.setting.world.is_first:
+        if self._training.run.world.is_first:
             with suppress(OSError):
-                directory.note_saved(self._run.setting.directory, step)
+                directory.note_saved(self._training.run.directory, step)
 
     def _leave_nothing(self, error: BaseException | None) -> None:
         """Remove the directory of a new run that was refused before its first step."""
-        run = self._run
-        if isinstance(error, UserError) and self._is_new_run and run.trained.state.step == self._first_step:
+        training = self._training
+        if isinstance(error, UserError) and self._is_new_run and training.model.state.step == self._first_step:
             self._leases.remove()
 
     @property
@@ -183,13 +185,13 @@ class Checkpoints:
         return self._session
 
     def _start(self, *, has_checkpoints: bool) -> None:
-        run = self._run
+        training = self._training
         if not has_checkpoints:
             self._check_not_lost()
-        source = (run, self._storage, self._ranks, self.session.run_id)
+        source = (training, self._storage, self._ranks, self.session.run_id)
         restored, is_same_run = go_on_from(*source, has_checkpoints=has_checkpoints)
         if restored is not None:
-            self._first_step = run.trained.state.step
+            self._first_step = training.model.state.step
             if is_same_run:
                 self.session.resumed = restored.manifest
             else:
@@ -198,17 +200,17 @@ class Checkpoints:
             self._deviations = tuple(
                 dict.fromkeys((*self._deviations, *restored.manifest.deviations, *restored.deviations))
             )
-            state, total_steps = run.trained.state, run.trained.total_steps
-            run.setting.ranks.on_first_rank(lambda: self._leases.check_names_free(state.step, total_steps))
-            if not run.finished:
-                run.stream.read_ahead(run.trained.state.step)
+            state, total_steps = training.model.state, training.model.total_steps
+            training.run.ranks.on_first_rank(lambda: self._leases.check_names_free(state.step, total_steps))
+            if not training.finished:
+                training.stream.read_ahead(training.model.state.step)
             return
         if self._config.init_from is not None:
-            self._deviations = start_from(run, self._config.init_from, self._ranks)
+            self._deviations = start_from(training, self._config.init_from, self._ranks)
 
     def _check_not_lost(self) -> None:
-        run = self._run
-        lost = run.setting.ranks.on_first_rank(lambda: directory.last_saved(run.setting.directory))
+        training = self._training
+        lost = training.run.ranks.on_first_rank(lambda: directory.last_saved(training.run.directory))
         if lost is not None:
             raise self._leases.gone(lost)
 
@@ -237,10 +239,10 @@ class Checkpoints:
         newest = self.session.newest
         if newest is None:
             return None
-        is_partial = TRAINED in newest.contents and self._run.trained.origin.directory is None
+        is_partial = TRAINED in newest.contents and self._training.model.blueprint.directory is None
         name, options = step_name(newest.step), ["--adapter"] if is_partial else []
-        options += ["--trust-remote-code"] if self._run.setting.config.model.trust_remote_code else []
-        output = self._run.setting.directory / EXPORTS / name
+        options += ["--trust-remote-code"] if self._training.run.config.model.trust_remote_code else []
+        output = self._training.run.directory / EXPORTS / name
         return shlex.join(
             ["holdfast", "checkpoint", "export", f"{self._storage.root}/{name}", *options, "-o", str(output)]
         )
@@ -249,7 +251,7 @@ class Checkpoints:
     def is_new(self) -> bool:
         """Whether the run stands at a step that has no checkpoint yet."""
         newest = self.session.newest
-        return newest is None or newest.step != self._run.trained.state.step
+        return newest is None or newest.step != self._training.model.state.step
 
     def save(self, metrics: Mapping[str, float]) -> list[Saved]:
         """Save the run as it stands; return what was committed meanwhile: the save before, as a rule.
@@ -283,20 +285,22 @@ class Checkpoints:
         return saved
 
     def _begin(self, metrics: Mapping[str, float], *, wait: bool) -> None:
-        run = self._run
-        with run.setting.phase("save"):
+        training = self._training
+        with training.run.phase("save"):
             self._check_place()
-            run.trained.state.observers = run.setting.ranks.agree(run.trained.state.observers)  # only rank 0 asks them
+            training.model.state.observers = training.run.ranks.agree(
+                training.model.state.observers
+            )  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            snapshot = self._contents.snapshot(StepState.now(run), run.setting.ranks)
-            self.session.save(snapshot, run.trained.state.step, wait=wait, metrics=plain, **self._about())
+            snapshot = self._contents.snapshot(StepState.now(training), training.run.ranks)
+            self.session.save(snapshot, training.model.state.step, wait=wait, metrics=plain, **self._about())
 
     def _about(self) -> dict[str, Any]:
-        run = self._run
+        training = self._training
         return {
-            "mesh": {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard},
+            "mesh": {"replicate": training.model.plan.replicate, "shard": training.model.plan.shard},
             "versions": versions(),
-            "fingerprints": fingerprints_of(run),
+            "fingerprints": fingerprints_of(training),
             "deviations": self._deviations,
         }
 
@@ -306,10 +310,10 @@ class Checkpoints:
         Raises:
             SaveFailed: The directory was replaced or taken; the same on all ranks.
         """
-        self._run.setting.ranks.on_all_ranks(self._leases.check)
+        self._training.run.ranks.on_all_ranks(self._leases.check)
 
     def _reached(self, phase: str) -> None:
-        self._run.setting.world.failure.in_background(phase)
+        self._training.run.world.failure.in_background(phase)
         self._before_publishing(phase)
 
     def _before_publishing(self, phase: str) -> None:
@@ -346,7 +350,7 @@ class Checkpoints:
         return manifest
 
     def _wait_for_save(self) -> None:
-        wait_for_all(self._run.setting.ranks, self.session, self._config.timeout_minutes)
+        wait_for_all(self._training.run.ranks, self.session, self._config.timeout_minutes)
 
     def collect(self, consequence: str = "Training goes on") -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.
@@ -359,25 +363,25 @@ class Checkpoints:
         """
         there_is_one = self.session.status != "idle"
         try:
-            with self._run.setting.phase("save_wait") if there_is_one else nullcontext():
+            with self._training.run.phase("save_wait") if there_is_one else nullcontext():
                 self._wait_for_save()
-                saved = collect_together(self._run, self.session)
+                saved = collect_together(self._training, self.session)
         except CheckpointError as error:
             if not self._config.background:
                 # A thread that was given up may still read what it was to save.
-                self._run.trained.host_offload.restore_for_good()
-            self._ranks = meet_again(self._run, self.session)
+                self._training.model.host_offload.restore_for_good()
+            self._ranks = meet_again(self._training, self.session)
             self._check_place()  # that it is gone is the reason of whatever went wrong
             self._failures += 1
             if self._failures > self._config.max_failures:
                 raise
             remaining = self._config.max_failures - self._failures
-            say(self._run, f"warning: {error} {consequence}; {remaining} more failures in a row are allowed.")
+            say(self._training, f"warning: {error} {consequence}; {remaining} more failures in a row are allowed.")
             return []
         if saved is None:
             return []
         self._failures = 0
-        say(self._run, *(f"warning: {note}" for note in saved.notes))
+        say(self._training, *(f"warning: {note}" for note in saved.notes))
         return [saved]
 
     def check_grace(self, requests: StopRequests) -> None:
@@ -387,7 +391,7 @@ class Checkpoints:
         seconds = time.monotonic() - requests.asked_at
         if seconds > self._config.grace_seconds:
             say(
-                self._run,
+                self._training,
                 f"warning: the checkpoint was on disk {seconds:.0f} s after the signal, later than "
                 f"checkpoint.grace_seconds={self._config.grace_seconds:g}",
             )

@@ -22,7 +22,7 @@ from holdfast.errors import ConfigError
 from holdfast.files import append_text, parse_json
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
-from holdfast.training.run import Run, say
+from holdfast.training.run import Training, say
 from holdfast.training.saving.exports import rename_best_export
 from holdfast.training.saving.resume import Continuation, go_on, restore_run
 
@@ -30,7 +30,7 @@ RECORD = ".resumed-from.json"
 
 
 def go_on_from(
-    run: Run, storage: Storage, ranks: RankGroup, run_id: str, *, has_checkpoints: bool
+    training: Training, storage: Storage, ranks: RankGroup, run_id: str, *, has_checkpoints: bool
 ) -> tuple[Continuation | None, bool]:
     """Continue from where `checkpoint.resume.from` says, if the run was not there yet, or else as `go_on`.
 
@@ -40,11 +40,11 @@ def go_on_from(
     Raises:
         ConfigError, NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: It is not there, damaged, or does not fit.
     """
-    if _is_due(run, storage, has_checkpoints=has_checkpoints):
-        return _go_to(run, storage, ranks, run_id)
-    restored = go_on(run, storage, ranks, run_id) if has_checkpoints else None
-    if restored is not None and run.setting.config.checkpoint.resume.start is None:
-        run.setting.ranks.on_first_rank(lambda: _forget_step(storage))
+    if _is_due(training, storage, has_checkpoints=has_checkpoints):
+        return _go_to(training, storage, ranks, run_id)
+    restored = go_on(training, storage, ranks, run_id) if has_checkpoints else None
+    if restored is not None and training.run.config.checkpoint.resume.start is None:
+        training.run.ranks.on_first_rank(lambda: _forget_step(storage))
     return restored, True
 
 
@@ -56,27 +56,27 @@ def _forget_step(storage: Storage) -> None:
         storage.remove(RECORD)
 
 
-def _is_due(run: Run, storage: Storage, *, has_checkpoints: bool) -> bool:
+def _is_due(training: Training, storage: Storage, *, has_checkpoints: bool) -> bool:
     """Return whether the run has to go to where `checkpoint.resume.from` says.
 
     Raises:
         ConfigError: The run has checkpoints of its own, and would have to leave them for another run's.
     """
-    start = run.setting.config.checkpoint.resume.start
-    if run.setting.config.dry_run:  # which begins at step 0, and finds no checkpoints where it writes
+    start = training.run.config.checkpoint.resume.start
+    if training.run.config.dry_run:  # which begins at step 0, and finds no checkpoints where it writes
         return False
-    done = run.setting.ranks.on_first_rank(lambda: _done(run, storage, start, has_checkpoints=has_checkpoints))
+    done = training.run.ranks.on_first_rank(lambda: _done(training, storage, start, has_checkpoints=has_checkpoints))
     # A branch begins anew as long as it has saved nothing.
     return start is not None and (done != start or not has_checkpoints)
 
 
-def _done(run: Run, storage: Storage, start: int | str | None, *, has_checkpoints: bool) -> int | str | None:
+def _done(training: Training, storage: Storage, start: int | str | None, *, has_checkpoints: bool) -> int | str | None:
     """Return the `checkpoint.resume.from` that the run has already followed."""
     with changing(storage):
         done = _recorded(storage)
     if done != start and has_checkpoints and isinstance(start, str) and _step_in_storage(storage, start) is None:
         raise ConfigError(
-            f"checkpoint.resume.from={start} is another run's, and {run.setting.directory} has checkpoints of its own. "
+            f"checkpoint.resume.from={start} is another run's, and {training.run.directory} has checkpoints of its own. "
             "Choose another run.name, which makes the run a branch of that checkpoint."
         )
     return done
@@ -100,7 +100,7 @@ def _step_in_storage(storage: Storage, path: str) -> int | None:
     return step if same else None
 
 
-def _go_to(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> tuple[Continuation, bool]:
+def _go_to(training: Training, storage: Storage, ranks: RankGroup, run_id: str) -> tuple[Continuation, bool]:
     """Put a run where the checkpoint left it that `checkpoint.resume.from` names; all ranks call this together.
 
     Returns:
@@ -110,14 +110,14 @@ def _go_to(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> tuple[C
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: It is not there, damaged, or does not fit; nothing was
             changed.
     """
-    start = run.setting.config.checkpoint.resume.start
+    start = training.run.config.checkpoint.resume.start
     assert start is not None
     step = start if isinstance(start, int) else _step_in_storage(storage, start)
     if step is None:
-        return _branch(run, str(start), storage, ranks), False
-    restored = _restored(run, storage, _name_of(storage, step, ranks), ranks, run_id)
-    later = run.setting.ranks.on_first_rank(lambda: _rename_later_steps(run, storage, step))
-    say(run, f"going back to step {step}, which checkpoint.resume.from names, verified", *later, *restored.lines)
+        return _branch(training, str(start), storage, ranks), False
+    restored = _restored(training, storage, _name_of(storage, step, ranks), ranks, run_id)
+    later = training.run.ranks.on_first_rank(lambda: _rename_later_steps(training, storage, step))
+    say(training, f"going back to step {step}, which checkpoint.resume.from names, verified", *later, *restored.lines)
     return restored, True
 
 
@@ -131,17 +131,17 @@ def _name_of(storage: Storage, step: int, ranks: RankGroup) -> str:
     return step_name(step)
 
 
-def _restored(run: Run, storage: Storage, name: str, ranks: RankGroup, run_id: str | None) -> Continuation:
+def _restored(training: Training, storage: Storage, name: str, ranks: RankGroup, run_id: str | None) -> Continuation:
     manifest = named_manifest(storage, name, ranks)
-    if not (manifest.finite or run.setting.config.checkpoint.resume.not_finite):
+    if not (manifest.finite or training.run.config.checkpoint.resume.not_finite):
         raise CheckpointCorrupt(
             f"{storage.root}/{name}: a tensor in it holds NaN or infinity. To continue from it nevertheless, set "
             "checkpoint.resume.not_finite: true."
         )
-    return restore_run(run, storage, name, manifest, ranks, manifest.run_id if run_id is None else run_id)
+    return restore_run(training, storage, name, manifest, ranks, manifest.run_id if run_id is None else run_id)
 
 
-def _rename_later_steps(run: Run, storage: Storage, step: int) -> list[str]:
+def _rename_later_steps(training: Training, storage: Storage, step: int) -> list[str]:
     """Rename what is of later steps, the newest first, and note that the run went back; return words about it."""
     messages: list[str] = []
     with changing(storage):
@@ -150,16 +150,16 @@ def _rename_later_steps(run: Run, storage: Storage, step: int) -> list[str]:
             aside = fresh(LATER, name)
             put_aside(storage, name, aside)
             messages.append(f"step {number} is kept as {storage.root}/{aside}")
-    messages += rename_best_export(run, step)
-    _record(run, storage)
+    messages += rename_best_export(training, step)
+    _record(training, storage)
     event = {"event": "back", "step": step, "renamed": sorted(later)}
-    append_text(run.setting.directory / directory.EVENTS, json.dumps(event) + "\n")
+    append_text(training.run.directory / directory.EVENTS, json.dumps(event) + "\n")
     return messages
 
 
-def _record(run: Run, storage: Storage) -> None:
+def _record(training: Training, storage: Storage) -> None:
     with changing(storage):
-        storage.replace(RECORD, json.dumps({"from": run.setting.config.checkpoint.resume.start}).encode())
+        storage.replace(RECORD, json.dumps({"from": training.run.config.checkpoint.resume.start}).encode())
 
 
 def _location(path: str) -> tuple[str, str]:
@@ -167,10 +167,10 @@ def _location(path: str) -> tuple[str, str]:
     return checkpoint.storage.root, checkpoint.name
 
 
-def _branch(run: Run, path: str, storage: Storage, ranks: RankGroup) -> Continuation:
+def _branch(training: Training, path: str, storage: Storage, ranks: RankGroup) -> Continuation:
     """Continue what another run saved, which stays as it is."""
-    root, name = run.setting.ranks.on_first_rank(lambda: _location(path))
-    restored = _restored(run, open_storage(root), name, ranks, None)
-    run.setting.ranks.on_first_rank(lambda: _record(run, storage))
-    say(run, f"a branch of {root}/{name}, step {restored.manifest.step}, which stays as it is", *restored.lines)
+    root, name = training.run.ranks.on_first_rank(lambda: _location(path))
+    restored = _restored(training, open_storage(root), name, ranks, None)
+    training.run.ranks.on_first_rank(lambda: _record(training, storage))
+    say(training, f"a branch of {root}/{name}, step {restored.manifest.step}, which stays as it is", *restored.lines)
     return restored

@@ -20,7 +20,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import RandomState, random_state
 from holdfast.checkpoint.session import LOST_A_RANK, Saved, Session
 from holdfast.parallel.collectives import RankGroup
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 
 _SAVE_SLACK_SECONDS = 30.0
 """A rank that noticed a save's time-out first leaves the others this long to notice theirs."""
@@ -38,10 +38,12 @@ class StepState:
     """Tells what this rank has of the next step; None where nothing is made ahead."""
 
     @classmethod
-    def now(cls, run: Run) -> StepState:
+    def now(cls, training: Training) -> StepState:
         """Describe the run as it stands between two steps."""
-        ahead = None if run.ahead is None else run.ahead.finished()
-        return cls(run.trained.state.step, run.trained.state.as_plain(), run.stream.state(), random_state(), ahead)
+        ahead = None if training.ahead is None else training.ahead.finished()
+        return cls(
+            training.model.state.step, training.model.state.as_plain(), training.stream.state(), random_state(), ahead
+        )
 
     def shared(self, ranks: RankGroup) -> dict[str, Any]:
         """Return what is the same on all ranks; all of them call this together."""
@@ -66,12 +68,12 @@ class EmergencySave:
         grace_seconds: Longest time a rank waits for another one within the save.
     """
 
-    def __init__(self, run: Run, write: Write, grace_seconds: float) -> None:
-        self._run = run
+    def __init__(self, training: Training, write: Write, grace_seconds: float) -> None:
+        self._training = training
         self._write = write
         self._ranks = RankGroup(grace_seconds / 60)  # collectives of training may be broken off
-        self._name = run.setting.ranks.agree(uuid.uuid4().hex[:8])
-        self._moment = StepState.now(run)
+        self._name = training.run.ranks.agree(uuid.uuid4().hex[:8])
+        self._moment = StepState.now(training)
 
     def close(self) -> None:
         """Close the connections of the save."""
@@ -79,11 +81,11 @@ class EmergencySave:
 
     def mark(self) -> None:
         """Note that the run stands between two steps."""
-        self._moment = StepState.now(self._run)
+        self._moment = StepState.now(self._training)
 
     def count_again(self) -> None:
         """Take over the counters of skipped updates: the last update's numbers were read since the step was marked."""
-        state = self._run.trained.state
+        state = self._training.model.state
         counted = {"skipped_steps": state.skipped_steps, "skipped_in_a_row": state.skipped_in_a_row}
         if state.step == self._moment.step:
             self._moment = replace(self._moment, state={**self._moment.state, **counted})
@@ -94,7 +96,7 @@ class EmergencySave:
         Returns:
             The manifest; None if a rank does not raise, ranks stand at different steps, or the step is on disk already.
         """
-        if not self._run.setting.world.failure.all_ranks_raise(self._name):
+        if not self._training.run.world.failure.all_ranks_raise(self._name):
             return None
         try:
             moment = self._whole_moment()
@@ -105,10 +107,10 @@ class EmergencySave:
             return None
 
     def _whole_moment(self) -> StepState | None:
-        run = self._run
-        if not run.is_whole:
+        training = self._training
+        if not training.is_whole:
             return None  # an update that was broken off leaves some tensors new and some old
-        return self._moment if run.trained.state.step == self._moment.step else StepState.now(run)
+        return self._moment if training.model.state.step == self._moment.step else StepState.now(training)
 
 
 def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_seconds: float | None = None) -> None:
@@ -144,7 +146,7 @@ def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_secon
         time.sleep(patience.current.save_look_seconds)
 
 
-def collect_together(run: Run, session: Session) -> Saved | None:
+def collect_together(training: Training, session: Session) -> Saved | None:
     """Collect the save on all ranks; if it failed on any rank, raise the same error on all of them.
 
     Raises:
@@ -156,9 +158,9 @@ def collect_together(run: Run, session: Session) -> Saved | None:
         saved = session.collect()
     except CheckpointError as caught:
         error = caught
-    run.setting.world.failure.in_background("")
+    training.run.world.failure.in_background("")
     failure = None if error is None else (session.broken, str(error))
-    failures = [reported for reported in run.setting.ranks.gather(failure) if reported is not None]
+    failures = [reported for reported in training.run.ranks.gather(failure) if reported is not None]
     if not failures:
         return saved
     # Ranks that waited know more than those whose connections the waiting ones then closed.
@@ -168,9 +170,9 @@ def collect_together(run: Run, session: Session) -> Saved | None:
     raise SaveFailed(first)
 
 
-def meet_again(run: Run, session: Session) -> RankGroup:
+def meet_again(training: Training, session: Session) -> RankGroup:
     """Return the process group of the saves to come: a new one if a save lost a rank, as its connections are closed."""
-    if any(run.setting.ranks.gather(session.broken)):
-        session.ranks = RankGroup(run.setting.config.checkpoint.timeout_minutes)
+    if any(training.run.ranks.gather(session.broken)):
+        session.ranks = RankGroup(training.run.config.checkpoint.timeout_minutes)
         session.broken = ""
     return session.ranks

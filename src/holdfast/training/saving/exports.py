@@ -23,7 +23,7 @@ from holdfast.models.adapters.files import peft_settings
 from holdfast.models.adapters.live import adapters_of, whole_modules
 from holdfast.models.files.origin import files_fingerprint
 from holdfast.training import directory
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 
 EXPORTS, BEST = "exports", "best"
 FINAL = "final"
@@ -31,35 +31,35 @@ _KINDS = ("-adapter", "-ema-adapter", "-ema", "")
 """Suffixes of exports that are made together; the one without a suffix is written last and completes the set."""
 
 
-def check_export(run: Run) -> None:
+def check_export(training: Training) -> None:
     """Plan an export without a tensor: names and shapes of the model directory, and the settings of adapters.
 
     Raises:
         ModelError: A parameter has no place in it.
     """
-    check_export_names(run.trained.model, run.trained.origin, _dtype(run))
-    describe_adapters(run)
+    check_export_names(training.model.module, training.model.blueprint, _dtype(training))
+    describe_adapters(training)
 
 
-def describe_adapters(run: Run) -> Description | None:
+def describe_adapters(training: Training) -> Description | None:
     """Return what is written of a run's adapters beside their tensors; None of a run that exports none."""
-    lora = run.setting.config.model.lora
-    module_names = None if lora is None else whole_modules(run.trained.model)
+    lora = training.run.config.model.lora
+    module_names = None if lora is None else whole_modules(training.model.module)
     if lora is None or module_names is None:  # peft's two files would lack part of what is trained
         return None
-    base = run.setting.config.model.path or ""
+    base = training.run.config.model.path or ""
     settings = peft_settings(
-        adapters_of(run.trained.model), lora, base, list(module_names), scorer=run.setting.config.scores
+        adapters_of(training.model.module), lora, base, list(module_names), scorer=training.run.config.scores
     )
-    directory = run.trained.origin.directory
+    directory = training.model.blueprint.directory
     return Description(settings, None if directory is None else files_fingerprint(directory))
 
 
-def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) -> str:
+def export_run(training: Training, name: str, metrics: Mapping[str, float] | None = None) -> str:
     """Write exports/<name> and return the path; all ranks call this together.
 
     Args:
-        run: The run.
+        training: The run.
         name: Of the export.
         metrics: Of this step; what a best export is the best of stands in it, and what its card says of evaluations.
 
@@ -67,80 +67,83 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
     Averages of the weights go to exports/<name>-ema, or in the place of the weights. exports/<name> comes last:
     where a kill leaves it out, the next start makes all of them again.
     """
-    ema, best, rating = run.setting.config.optim.ema, run.setting.config.checkpoint.export_best, None
+    ema, best, rating = training.run.config.optim.ema, training.run.config.checkpoint.export_best, None
     if name == BEST and best is not None and metrics is not None:
-        rating = {"metric": best.metric, "value": run.setting.ranks.agree(metrics.get(best.metric))}
-    with raised_together(run.setting.directory / EXPORTS / name, run.setting.ranks):
-        about = Exported("", run.setting.config.run.name, run.trained.state.step, rating=rating)
+        rating = {"metric": best.metric, "value": training.run.ranks.agree(metrics.get(best.metric))}
+    with raised_together(training.run.directory / EXPORTS / name, training.run.ranks):
+        about = Exported("", training.run.config.run.name, training.model.state.step, rating=rating)
         # Who writes; and a run that somebody builds in Python, without the loop around it, has no directory.
-        if run.setting.world.is_first and directory.is_run(run.setting.directory):
-            parent = directory.parent(run.setting.directory)
-            about = replace(about, run_id=directory.run_id(run.setting.directory), parent=parent)
+        if training.run.world.is_first and directory.is_run(training.run.directory):
+            parent = directory.parent(training.run.directory)
+            about = replace(about, run_id=directory.run_id(training.run.directory), parent=parent)
     if ema is not None and ema.export != "none":
-        with run.trained.averaged():
+        with training.model.averaged():
             averages = replace(about, weights="averages")
-            path = _export(run, name if ema.export == "instead" else f"{name}-ema", averages, metrics or {})
+            path = _export(training, name if ema.export == "instead" else f"{name}-ema", averages, metrics or {})
         if ema.export == "instead":
             return path
-    return _export(run, name, about, metrics or {})
+    return _export(training, name, about, metrics or {})
 
 
-def _export(run: Run, name: str, exported: Exported, metrics: Mapping[str, float]) -> str:
-    path = run.setting.directory / EXPORTS / name
-    with run.setting.phase("export"):
-        with raised_together(path, run.setting.ranks):
-            config, data = run.setting.config, run.identity.get("data", {})
+def _export(training: Training, name: str, exported: Exported, metrics: Mapping[str, float]) -> str:
+    path = training.run.directory / EXPORTS / name
+    with training.run.phase("export"):
+        with raised_together(path, training.run.ranks):
+            config, data = training.run.config, training.identity.get("data", {})
             card = card_of(as_plain(config), config.verb, exported, metrics, data)
             papers = Papers(exported, card, {EXPORTED_CONFIG: directory.portable_yaml(config)})
-            about = describe_adapters(run)
+            about = describe_adapters(training)
         if about is not None:
             export_adapters(
-                run.trained.model,
+                training.model.module,
                 about,
                 path.with_name(f"{name}-adapter"),
-                run.setting.ranks,
+                training.run.ranks,
                 papers,
-                reached=lambda name: run.setting.world.failure.phase(f"adapter export: {name}"),
+                reached=lambda name: training.run.world.failure.phase(f"adapter export: {name}"),
             )
         export(
-            run.trained.model,
-            run.trained.origin,
+            training.model.module,
+            training.model.blueprint,
             path,
-            run.setting.ranks,
-            dtype=_dtype(run),
-            largest_file_bytes=run.setting.config.checkpoint.export_shard_bytes,
+            training.run.ranks,
+            dtype=_dtype(training),
+            largest_file_bytes=training.run.config.checkpoint.export_shard_bytes,
             papers=papers,
-            reached=lambda name: run.setting.world.failure.phase(f"export: {name}"),
+            reached=lambda name: training.run.world.failure.phase(f"export: {name}"),
         )
     return str(path)
 
 
-def due_exports(run: Run, metrics: Mapping[str, float]) -> list[str]:
+def due_exports(training: Training, metrics: Mapping[str, float]) -> list[str]:
     """Return the names of exports that follow a step, the same on every rank.
 
     Times and memory differ between ranks, so rank 0's metrics decide.
     """
-    config = run.setting.config.checkpoint
+    config = training.run.config.checkpoint
     if config.export_every is None and config.export_best is None:
         return []
-    return run.setting.ranks.agree(_due(run, metrics) if run.setting.world.is_first else [])
+    return training.run.ranks.agree(_due(training, metrics) if training.run.world.is_first else [])
 
 
-def note_exported(run: Run, name: str, metrics: Mapping[str, float]) -> None:
+def note_exported(training: Training, name: str, metrics: Mapping[str, float]) -> None:
     """Remember the metric of a best export that stands; all ranks call this together."""
-    section = run.setting.config.checkpoint.export_best
+    section = training.run.config.checkpoint.export_best
     if name == BEST and section is not None:
-        run.trained.state.best_exported = run.setting.ranks.agree(metrics.get(section.metric))
+        training.model.state.best_exported = training.run.ranks.agree(metrics.get(section.metric))
 
 
-def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
-    config = run.setting.config.checkpoint
+def _due(training: Training, metrics: Mapping[str, float]) -> list[str]:
+    config = training.run.config.checkpoint
     names = []
-    if config.export_every is not None and run.trained.state.step % config.export_every == 0:
-        names.append(f"step-{run.trained.state.step:08d}")
+    if config.export_every is not None and training.model.state.step % config.export_every == 0:
+        names.append(f"step-{training.model.state.step:08d}")
     section = config.export_best
     if section is not None and section.metric in metrics:
-        value, earlier_values = metrics[section.metric], (run.trained.state.best_exported, _rated(run, section.metric))
+        value, earlier_values = (
+            metrics[section.metric],
+            (training.model.state.best_exported, _rated(training, section.metric)),
+        )
         better = max if section.mode == "max" else min
         best = better((earlier_value for earlier_value in earlier_values if earlier_value is not None), default=None)
         if math.isfinite(value) and (best is None or better(value, best) != best):
@@ -148,9 +151,9 @@ def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
     return names
 
 
-def _rated(run: Run, metric: str) -> float | None:
+def _rated(training: Training, metric: str) -> float | None:
     """Read the value of the current best export from disk; a run that lost its last steps may not remember it."""
-    path = run.setting.directory / EXPORTS / BEST
+    path = training.run.directory / EXPORTS / BEST
     try:
         about = read_about(path)
         rating = None if about is None else about.rating
@@ -159,15 +162,17 @@ def _rated(run: Run, metric: str) -> float | None:
         return None
 
 
-def rename_final_export(run: Run) -> list[str]:
+def rename_final_export(training: Training) -> list[str]:
     """Rename exports/final, which an earlier end of the run left, to its step: training goes on beyond it.
 
     Returns:
         Words about each.
     """
-    paths = {kind: run.setting.directory / EXPORTS / f"{FINAL}{kind}" for kind in _KINDS}
-    return run.setting.ranks.on_first_rank(
-        lambda: [_rename_to_step(paths[kind], kind, run.trained.state.step) for kind in _KINDS if paths[kind].is_dir()]
+    paths = {kind: training.run.directory / EXPORTS / f"{FINAL}{kind}" for kind in _KINDS}
+    return training.run.ranks.on_first_rank(
+        lambda: [
+            _rename_to_step(paths[kind], kind, training.model.state.step) for kind in _KINDS if paths[kind].is_dir()
+        ]
     )
 
 
@@ -187,7 +192,7 @@ def _rename_to_step(path: Path, kind: str, current_step: int) -> str:
     return f"exports/{path.name} is now exports/{target.name}, since training goes on beyond its step"
 
 
-def rename_best_export(run: Run, step: int) -> list[str]:
+def rename_best_export(training: Training, step: int) -> list[str]:
     """Rename exports/best where it is of a later step than the one that a run goes back to, on the first rank alone.
 
     Its steps will be made again, so it takes none of their names, and no other export is in its way.
@@ -195,7 +200,7 @@ def rename_best_export(run: Run, step: int) -> list[str]:
     Returns:
         Words about each.
     """
-    folder, messages = run.setting.directory / EXPORTS, []
+    folder, messages = training.run.directory / EXPORTS, []
     for kind in _KINDS:
         path = folder / f"{BEST}{kind}"
         its_step = _rated_step(path)
@@ -224,6 +229,6 @@ def describe_exports(run_directory: Path) -> str:
     return ", ".join(names)
 
 
-def _dtype(run: Run) -> torch.dtype | None:
-    dtype_name = run.setting.config.checkpoint.export_dtype
+def _dtype(training: Training) -> torch.dtype | None:
+    dtype_name = training.run.config.checkpoint.export_dtype
     return None if dtype_name == "same" else getattr(torch, dtype_name)

@@ -22,7 +22,7 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.files import is_there
 from holdfast.training import directory
-from holdfast.training.run import Run, say
+from holdfast.training.run import Training, say
 from holdfast.training.saving.exports import EXPORTS
 
 
@@ -185,24 +185,24 @@ class RunLeases:
                 folder.rmdir()
 
 
-def check_seen(run: Run, run_id: str, storage: Storage) -> None:
+def check_seen(training: Training, run_id: str, storage: Storage) -> None:
     """Look from every rank for what rank 0 has written; all ranks call this together.
 
     Where checkpoints lie elsewhere, a machine may have a directory of its own: its logs are in it.
 
     Args:
-        run: The run.
+        training: The run.
         run_id: As rank 0 wrote it down.
         storage: Of checkpoints.
 
     Raises:
         ConfigError: A rank does not see the directory, and checkpoints would lie in it.
     """
-    setting = run.setting
-    if setting.world.size == 1:
+    run = training.run
+    if run.world.size == 1:
         return
-    run_directory = setting.directory
-    answers = setting.ranks.gather((setting.world.host, _sees(run_directory, run_id)))
+    run_directory = run.directory
+    answers = run.ranks.gather((run.world.host, _sees(run_directory, run_id)))
     blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(answers) if not sees]
     if not blind:
         return
@@ -213,7 +213,7 @@ def check_seen(run: Run, run_id: str, storage: Storage) -> None:
             f"for {names}. Set run.dir to a shared file system, or checkpoint.storage to an object store."
         )
     say(
-        run,
+        training,
         f"note: {run_directory} is not shared: {names} write logs into a directory of the same name on their machine",
     )
 

@@ -12,7 +12,7 @@ from holdfast.config.base import LEFT_OUT
 from holdfast.config.public import without_password
 from holdfast.models.files.origin import locate
 from holdfast.training import directory
-from holdfast.training.run import ConfiguredRun, Run
+from holdfast.training.run import ConfiguredRun, Training
 
 
 def notes_of_exports(setting: ConfiguredRun, model: Path | None, *, whole: bool = False) -> list[str]:
@@ -69,14 +69,14 @@ def _plain_name(name: str) -> str:
     return re.sub(r"[^\w-]+", "_", name, flags=re.ASCII)[:80] or "model"
 
 
-def parent_of(run: Run) -> dict[str, Any] | None:
+def parent_of(training: Training) -> dict[str, Any] | None:
     """Return what a run started from, as run.json has it, or will have it; None where it starts from nothing."""
-    if directory.is_run(run.setting.directory) and not directory.is_blank(run.setting.directory):
-        return directory.parent(run.setting.directory)
-    section, checkpoint = run.setting.config.model, run.setting.config.checkpoint
+    if directory.is_run(training.run.directory) and not directory.is_blank(training.run.directory):
+        return directory.parent(training.run.directory)
+    section, checkpoint = training.run.config.model, training.run.config.checkpoint
     parent: dict[str, Any] = {}
     if section.path is not None:
-        parent = {"model": recordable(section.path), "export": _identity(run.trained.origin.directory)}
+        parent = {"model": recordable(section.path), "export": _identity(training.model.blueprint.directory)}
         if section.lora is not None and section.lora.path is not None:
             adapter_path = Path(section.lora.path)
             parent |= {

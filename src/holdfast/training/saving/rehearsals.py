@@ -15,7 +15,7 @@ from holdfast.checkpoint.saving.rehearsal import (
 )
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.training.control import StopRequests
-from holdfast.training.run import Run, say
+from holdfast.training.run import Training, say
 from holdfast.training.saving.exports import check_export
 from holdfast.training.saving.run_snapshot import Contents, checked_assets
 
@@ -29,9 +29,9 @@ class Rehearsals:
         contents: What they hold.
     """
 
-    def __init__(self, run: Run, session: Session, contents: Contents) -> None:
-        self._run = run
-        self._config = run.setting.config.checkpoint
+    def __init__(self, training: Training, session: Session, contents: Contents) -> None:
+        self._training = training
+        self._config = training.run.config.checkpoint
         self._session = session
         self._contents = contents
         self._report: RehearsalReport | None = None
@@ -43,27 +43,27 @@ class Rehearsals:
         Raises:
             RehearsalFailed: A checkpoint could not be made; nothing was trained.
         """
-        run, config = self._run, self._config
-        if not config.rehearsal or run.finished:
+        training, config = self._training, self._config
+        if not config.rehearsal or training.finished:
             return
-        with run.setting.phase("rehearsal"):
-            with run.setting.ranks.together():
-                check_export(run)
-                assets = checked_assets(run)
-            run.trained.state.observers = run.setting.ranks.agree(run.trained.state.observers)
-            shared: dict[str, Any] = {"state": run.trained.state.as_plain(), "stream": run.stream.state()}
-            if run.ahead is not None:
-                shared["ahead"] = run.ahead.largest()
+        with training.run.phase("rehearsal"):
+            with training.run.ranks.together():
+                check_export(training)
+                assets = checked_assets(training)
+            training.model.state.observers = training.run.ranks.agree(training.model.state.observers)
+            shared: dict[str, Any] = {"state": training.model.state.as_plain(), "stream": training.stream.state()}
+            if training.ahead is not None:
+                shared["ahead"] = training.ahead.largest()
             extras = NonTensorState(shared, assets=assets)
             report = self._report = self._rehearse(extras)
             self._drill(requests)
-        description = report.describe(ranks=run.setting.world.size, background=config.background)
+        description = report.describe(ranks=training.run.world.size, background=config.background)
         late = report.save_seconds > config.grace_seconds
         warning = (
             f"warning: a save takes {report.save_seconds:.0f} s, longer than checkpoint.grace_seconds="
             f"{config.grace_seconds:g}: a run that gets SIGTERM may be killed before its checkpoint is whole"
         )
-        say(run, description, *([warning] if late else []))
+        say(training, description, *([warning] if late else []))
 
     def after_step(self, requests: StopRequests, collect: Callable[[], list[Saved]]) -> list[Saved]:
         """Drill after the first step, and rehearse again if the tensors are not as rehearsed.
@@ -85,16 +85,16 @@ class Rehearsals:
         if self._config.contents != "full":
             return []
         outline = self._contents.outline()
-        if not any(self._run.setting.ranks.gather(outline != before.outline)):
+        if not any(self._training.run.ranks.gather(outline != before.outline)):
             return []
         saved = collect()
         self._rehearse()
         return saved
 
     def _rehearse(self, extras: NonTensorState | None = None) -> RehearsalReport:
-        run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
+        training, session, contents, keep = self._training, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
-        replaced = run.setting.ranks.on_first_rank(
+        replaced = training.run.ranks.on_first_rank(
             lambda: replaceable(session.storage, session.retention, needed=resumed)
         )
         return run_rehearsal(
@@ -103,13 +103,13 @@ class Rehearsals:
             contents.optimizer,
             session.ranks,
             counts=CheckpointCounts(keep.last + sum(best.count for best in keep.best), replaced),
-            trained_steps=run.trained.state.step,
+            trained_steps=training.model.state.step,
             state=extras,
             companions=contents.companion_states(),
         )
 
     def _drill(self, requests: StopRequests) -> None:
-        deaf = requests.drill(self._run.setting.ranks)
+        deaf = requests.drill(self._training.run.ranks)
         if deaf:
             raise RehearsalFailed(
                 f"SIGTERM does not reach rank {deaf[0]}: something replaced its handler, or blocks it, so a preempted "

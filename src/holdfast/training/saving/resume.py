@@ -31,7 +31,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.text.shortening import shortened
 from holdfast.training.randomness import seed_rank
-from holdfast.training.run import Run, TrainState, say
+from holdfast.training.run import Training, TrainState, say
 from holdfast.training.saving.differences import changed_fingerprints, has_default, is_gone
 from holdfast.training.saving.parents import recordable
 
@@ -42,7 +42,7 @@ MOVES_NUMBERS = (
 )  # fmt: skip
 
 
-def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continuation | None:
+def go_on(training: Training, storage: Storage, ranks: RankGroup, run_id: str) -> Continuation | None:
     """Continue from the newest whole checkpoint of this run; None if there never was one.
 
     What another run saved is refused before anything is renamed, also where it is damaged.
@@ -54,21 +54,21 @@ def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continua
     choice = newest_verified(
         storage,
         ranks,
-        not_finite=run.setting.config.checkpoint.resume.not_finite,
-        check=lambda name, manifest: _refuse_other_run(run, storage, name, manifest, run_id),
-        use=lambda name, manifest: restored.append(restore_run(run, storage, name, manifest, ranks, run_id)),
+        not_finite=training.run.config.checkpoint.resume.not_finite,
+        check=lambda name, manifest: _refuse_other_run(training, storage, name, manifest, run_id),
+        use=lambda name, manifest: restored.append(restore_run(training, storage, name, manifest, ranks, run_id)),
     )
     if choice is None:
         return None
-    say(run, choice.message, *restored[0].lines)
+    say(training, choice.message, *restored[0].lines)
     return restored[0]
 
 
-def resume(run: Run, storage: Storage, choice: ResumeChoice, ranks: RankGroup, run_id: str) -> None:
+def resume(training: Training, storage: Storage, choice: ResumeChoice, ranks: RankGroup, run_id: str) -> None:
     """Continue from a checkpoint; what was declared to differ is printed.
 
     Args:
-        run: As it was built.
+        training: As it was built.
         storage, choice: The checkpoint.
         ranks: A group of its own.
         run_id: Of this run.
@@ -76,8 +76,8 @@ def resume(run: Run, storage: Storage, choice: ResumeChoice, ranks: RankGroup, r
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
     """
-    restored = restore_run(run, storage, choice.name, choice.manifest, ranks, run_id)
-    say(run, choice.message, *restored.lines)
+    restored = restore_run(training, storage, choice.name, choice.manifest, ranks, run_id)
+    say(training, choice.message, *restored.lines)
 
 
 @dataclass(frozen=True)
@@ -92,75 +92,77 @@ class Continuation:
 
 
 def restore_run(  # noqa: PLR0913 - what is continued, and from what
-    run: Run, storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, run_id: str
+    training: Training, storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, run_id: str
 ) -> Continuation:
     """Put a run where a checkpoint left it, whose bytes are verified while they are read.
 
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
     """
-    config = run.setting.config.checkpoint
+    config = training.run.config.checkpoint
     accepted: list[str] = []
     saved_settings: dict[str, Any] = {}
-    with run.setting.ranks.together():
+    with training.run.ranks.together():
         saved_settings |= saved_settings_of(storage, name, manifest)
-        accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, saved_settings)
+        accepted += _check_identity(training, f"{storage.root}/{name}", manifest, run_id, saved_settings)
     loaded = load_state(
         storage,
         name,
-        run.trained.model,
-        run.trained.optimizer,
+        training.model.module,
+        training.model.optimizer,
         ranks,
         declared=_declared(config),
         hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
         manifest=manifest,
-        averages=run.trained.averages.tensors if run.trained.averages is not None else {},
-        companions=run.saved_companions,
-        check=lambda shared, _: check_saved_state(run, shared, manifest.step),
+        averages=training.model.averages.tensors if training.model.averages is not None else {},
+        companions=training.saved_companions,
+        check=lambda shared, _: check_saved_state(training, shared, manifest.step),
     )
-    _take_state(run, loaded.shared["state"])
-    run.stream.load_state(loaded.shared["stream"])
-    if run.ahead is not None:
-        run.ahead.restore(loaded.shared.get("ahead", []))
+    _take_state(training, loaded.shared["state"])
+    training.stream.load_state(loaded.shared["stream"])
+    if training.ahead is not None:
+        training.ahead.restore(loaded.shared.get("ahead", []))
     if loaded.rank_state is not None:
         set_random_state(loaded.rank_state["random"])
     else:
         seed_rank(
-            run.setting.config.seed,
-            run.setting.world.rank,
-            deterministic=run.setting.config.determinism,
-            step=run.trained.state.step,
+            training.run.config.seed,
+            training.run.world.rank,
+            deterministic=training.run.config.determinism,
+            step=training.model.state.step,
         )
-    _damage(run)
-    run.setting.log.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
+    _damage(training)
+    training.run.log.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
     lines = (
-        _of_another_system(loaded) or _exactness(run, loaded, int(saved_settings.get("parallel.context", 1))),
-        _hyperparameters(run),
+        _of_another_system(loaded) or _exactness(training, loaded, int(saved_settings.get("parallel.context", 1))),
+        _hyperparameters(training),
         *accepted,
         *loaded.notes,
-        *_changed(run, saved_settings),
+        *_changed(training, saved_settings),
     )
     return Continuation(manifest, (*accepted, *loaded.deviations), lines)
 
 
-def _take_state(run: Run, saved: Mapping[str, Any]) -> None:
+def _take_state(training: Training, saved: Mapping[str, Any]) -> None:
     """Restore the training state of the run and of its companions."""
-    run.trained.state = TrainState(**{name: value for name, value in saved.items() if name != "companions"})
-    for name, companion in run.companions.items():
-        companion.state = run.trained.state.companions[name] = TrainState(**saved.get("companions", {}).get(name, {}))
+    training.model.state = TrainState(**{name: value for name, value in saved.items() if name != "companions"})
+    for name, companion in training.companions.items():
+        companion.state = training.model.state.companions[name] = TrainState(
+            **saved.get("companions", {}).get(name, {})
+        )
 
 
-def _hyperparameters(run: Run) -> str:
+def _hyperparameters(training: Training) -> str:
     """Say where the optimizer's settings come from; notes follow on what the other place says otherwise."""
-    source = run.setting.config.checkpoint.resume.hyperparameters
+    source = training.run.config.checkpoint.resume.hyperparameters
     side = {"config": "the configuration", "checkpoint": "the checkpoint"}[source]
     return (
         "optimizer: the learning rate follows the schedule of the configuration; "
-        f"{hyperparameter_words(run.trained.optimizer)} come from {side} (checkpoint.resume.hyperparameters: {source})"
+        f"{hyperparameter_words(training.model.updater)} come from {side} (checkpoint.resume.hyperparameters: {source})"
     )
 
 
-def start_from(run: Run, checkpoint: str, ranks: RankGroup) -> tuple[str, ...]:
+def start_from(training: Training, checkpoint: str, ranks: RankGroup) -> tuple[str, ...]:
     """Take the weights of another run's checkpoint; everything else starts anew.
 
     Returns:
@@ -173,37 +175,39 @@ def start_from(run: Run, checkpoint: str, ranks: RankGroup) -> tuple[str, ...]:
     loaded = load_state(
         open_storage(path or "."),
         name,
-        run.trained.model,
+        training.model.module,
         None,
         ranks,
-        declared=_declared(run.setting.config.checkpoint),
+        declared=_declared(training.run.config.checkpoint),
     )
-    if run.trained.averages is not None:
-        run.trained.averages.begin(sharded_parameters(run.trained.model))
+    if training.model.averages is not None:
+        training.model.averages.begin(sharded_parameters(training.model.module))
     source = recordable(checkpoint)
-    say(run, f"weights from {source} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
+    say(training, f"weights from {source} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
     return (f"weights from {source} ({loaded.manifest.hash})", *loaded.deviations)
 
 
 def _check_identity(
-    run: Run, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
+    training: Training, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each difference that the configuration declares."""
-    changes = changed_fingerprints(manifest.fingerprints, run.identity, run.setting.config)
-    return _check_declared(run, checkpoint, {**changes, **_other_run(run, manifest, run_id, saved_settings)})
+    changes = changed_fingerprints(manifest.fingerprints, training.identity, training.run.config)
+    return _check_declared(training, checkpoint, {**changes, **_other_run(training, manifest, run_id, saved_settings)})
 
 
-def _other_run(run: Run, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]) -> dict[str, list[str]]:
+def _other_run(
+    training: Training, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
+) -> dict[str, list[str]]:
     """Return words if a run of another name saved a checkpoint, by the kind that declares it.
 
     A run whose directory was on a disk that is gone has a new identity and the old name.
     """
     name = saved_settings.get("run.name")
-    same = manifest.run_id == run_id or name in {None, run.setting.config.run.name}
+    same = manifest.run_id == run_id or name in {None, training.run.config.run.name}
     return {} if same else {"run": [f"run.name is {name} there"]}
 
 
-def _check_declared(run: Run, checkpoint: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
+def _check_declared(training: Training, checkpoint: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line for each difference, all of which must be declared.
 
     Raises:
@@ -212,7 +216,7 @@ def _check_declared(run: Run, checkpoint: str, changes: Mapping[str, Sequence[st
     refused = {
         kind: differences
         for kind, differences in changes.items()
-        if kind not in run.setting.config.checkpoint.resume.changed
+        if kind not in training.run.config.checkpoint.resume.changed
     }
     if refused:
         listing = "; ".join(f"{kind}: {', '.join(differences[:4])}" for kind, differences in refused.items())
@@ -223,11 +227,11 @@ def _check_declared(run: Run, checkpoint: str, changes: Mapping[str, Sequence[st
     return [f"{kind}: {', '.join(differences)} (changed)" for kind, differences in changes.items()]
 
 
-def _refuse_other_run(run: Run, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
+def _refuse_other_run(training: Training, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
     """Refuse a damaged checkpoint of another run, as far as it still says whose it is."""
     with suppress(CheckpointCorrupt, CheckpointUnreadable):
         saved_settings = saved_settings_of(storage, name, manifest)
-        _check_declared(run, f"{storage.root}/{name}", _other_run(run, manifest, run_id, saved_settings))
+        _check_declared(training, f"{storage.root}/{name}", _other_run(training, manifest, run_id, saved_settings))
 
 
 def saved_settings_of(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
@@ -239,11 +243,11 @@ def saved_settings_of(storage: Storage, name: str, manifest: Manifest) -> dict[s
     return dict(leaves(public_configuration(tree, WHOLE), into_lists=True))
 
 
-def _changed(run: Run, saved_settings: Mapping[str, Any]) -> list[str]:
+def _changed(training: Training, saved_settings: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
     if not saved_settings:
         return []
-    config = run.setting.config
+    config = training.run.config
     settings = dict(leaves(public_configuration(as_plain(config), WHOLE), into_lists=True))
     sections = type(config).model_fields
     gone = sorted(key for key in saved_settings if is_gone(config, key) or key.partition(".")[0] not in sections)
@@ -273,9 +277,9 @@ def _of_another_system(loaded: LoadedState) -> str:
     )
 
 
-def _exactness(run: Run, loaded: LoadedState, saved_context: int) -> str:
-    mesh = {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard}
-    context = run.setting.config.parallel.context
+def _exactness(training: Training, loaded: LoadedState, saved_context: int) -> str:
+    mesh = {"replicate": training.model.plan.replicate, "shard": training.model.plan.shard}
+    context = training.run.config.parallel.context
     if loaded.rank_state is not None and saved_context == context:
         return "weights, optimizer, random state and order of rows are those of the checkpoint, bit for bit"
     if loaded.rank_state is not None:
@@ -296,16 +300,16 @@ def _declared(config: CheckpointConfig) -> Declared:
     return Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
 
 
-def _damage(run: Run) -> None:
+def _damage(training: Training) -> None:
     """Corrupt the restored state if a proof asks for it, to show that the proof can fail."""
-    match run.setting.world.break_resume:
+    match training.run.world.break_resume:
         case "rng":
             torch.manual_seed(torch.initial_seed() + 1)
         case "cursor":
-            state = run.stream.state()
-            run.stream.load_state(state | {"cursor": state["cursor"] | {"draw": state["cursor"]["draw"] + 1}})
+            state = training.stream.state()
+            training.stream.load_state(state | {"cursor": state["cursor"] | {"draw": state["cursor"]["draw"] + 1}})
         case "optimizer":
-            tensors = (value for state in run.trained.optimizer.state.values() for value in state.values())
+            tensors = (value for state in training.model.updater.state.values() for value in state.values())
             next(tensor for tensor in tensors if tensor.ndim).mul_(1.5)
 
 
@@ -332,11 +336,11 @@ class _SavedRunState:
 _SAVED = TypeAdapter(_SavedRunState)
 
 
-def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
+def check_saved_state(training: Training, shared: Mapping[str, Any], step: int) -> None:
     """Look at what trainer.json says; a run's later versions may remember more, which then begins as in a new run.
 
     Args:
-        run: Built, and not changed by this.
+        training: Built, and not changed by this.
         shared: The file's content.
         step: Of the manifest.
 
@@ -352,8 +356,8 @@ def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
         raise ValueError(f"{location} is {problem}") from error
     if saved.state.step != step:
         raise ValueError(f"state.step is {saved.state.step}, and the checkpoint is of step {step}")
-    needed = max((index for index, size in enumerate(run.stream.state()["sizes"]) if size is None), default=-1)
+    needed = max((index for index, size in enumerate(training.stream.state()["sizes"]) if size is None), default=-1)
     if len(saved.stream.sizes) <= needed:
         raise ValueError(f"stream.sizes has {len(saved.stream.sizes)} entries, for {needed + 1} sources or more")
-    if run.ahead is not None:
-        run.ahead.check(shared.get("ahead", []))
+    if training.ahead is not None:
+        training.ahead.check(shared.get("ahead", []))

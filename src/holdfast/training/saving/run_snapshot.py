@@ -31,7 +31,7 @@ from holdfast.models.adapters.files import AdapterSource
 from holdfast.models.files.loading import StoredSource
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 from holdfast.training.saving.emergency import StepState
 from holdfast.training.saving.exports import describe_adapters
 from holdfast.training.saving.parents import parent_of
@@ -40,21 +40,21 @@ from holdfast.training.saving.parents import parent_of
 class Contents:
     """Collects the tensors of a run once; their values are read whenever a snapshot is taken."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._full = run.setting.config.checkpoint.contents == "full"
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._full = training.run.config.checkpoint.contents == "full"
         self.tensors: LiveTensors = hold(
-            run.trained.model,
-            frozen=run.setting.config.checkpoint.frozen != "skip",
-            averages=run.trained.averages.tensors if run.trained.averages is not None else None,
+            training.model.module,
+            frozen=training.run.config.checkpoint.frozen != "skip",
+            averages=training.model.averages.tensors if training.model.averages is not None else None,
         )
-        self._companions = run.saved_companions
+        self._companions = training.saved_companions
         self._companion_tensors = {name: companion.held() for name, companion in self._companions.items()}
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer whose state is saved; None if only weights are saved."""
-        return self._run.trained.optimizer if self._full else None
+        return self._training.model.optimizer if self._full else None
 
     def companion_states(self) -> dict[str, TrainedState]:
         """Return what is saved of models beside the run's own, by name."""
@@ -66,12 +66,12 @@ class Contents:
 
     def snapshot(self, moment: StepState, ranks: RankGroup) -> Snapshot:
         """Return a snapshot of the run between two steps; all ranks call this together."""
-        run = self._run
+        training = self._training
         snapshot = take(
             self.tensors,
             self.optimizer,
             shared=moment.shared(ranks),
-            assets=run_assets(run) if run.setting.world.is_first else {},
+            assets=run_assets(training) if training.run.world.is_first else {},
             random_then=moment.random,
         )
         return self._with_companions(snapshot)
@@ -96,51 +96,53 @@ class Contents:
         )
 
 
-def fingerprints_of(run: Run) -> dict[str, Mapping[str, str]]:
+def fingerprints_of(training: Training) -> dict[str, Mapping[str, str]]:
     """Return the fingerprints of a checkpoint: the run's identity, and where the base lies that it is saved beside."""
-    setting, model_directory = run.setting, run.trained.origin.directory
-    name = setting.config.model.path
-    if name is None or model_directory is None or setting.config.checkpoint.frozen != "skip":
-        return dict(run.identity)
-    is_local = model_directory in {(root / expanded(name)).resolve() for root in (Path.cwd(), setting.base)}
-    return {**run.identity, **({BASE: {"path": name, "directory": str(model_directory)}} if is_local else {})}
+    run, model_directory = training.run, training.model.blueprint.directory
+    name = run.config.model.path
+    if name is None or model_directory is None or run.config.checkpoint.frozen != "skip":
+        return dict(training.identity)
+    is_local = model_directory in {(root / expanded(name)).resolve() for root in (Path.cwd(), run.base)}
+    return {**training.identity, **({BASE: {"path": name, "directory": str(model_directory)}} if is_local else {})}
 
 
-def run_assets(run: Run) -> dict[str, bytes]:
+def run_assets(training: Training) -> dict[str, bytes]:
     """Return configuration, tokenizer, chat template, processor and generation settings by file name."""
-    if not run.assets:
+    if not training.assets:
         with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
-            write_assets(Path(folder), run.trained.origin, getattr(torch, run.setting.config.model.dtype))
-            check_readable(Path(folder), run.trained.origin)
-            run.assets |= {
+            write_assets(Path(folder), training.model.blueprint, getattr(torch, training.run.config.model.dtype))
+            check_readable(Path(folder), training.model.blueprint)
+            training.assets |= {
                 str(file.relative_to(folder)): file.read_bytes()
                 for file in sorted(Path(folder).rglob("*"))
                 if file.is_file()
             }
-        source = run.trained.origin.source
+        source = training.model.blueprint.source
         source = source.base if isinstance(source, AdapterSource) else source
         if isinstance(source, StoredSource):
-            run.assets[STORED_HEADERS] = headers_json(dict(source.stored.headers))
-        about = describe_adapters(run)
+            training.assets[STORED_HEADERS] = headers_json(dict(source.stored.headers))
+        about = describe_adapters(training)
         if about is not None:
-            run.assets[ADAPTERS] = json.dumps(asdict(about), sort_keys=True).encode()
-        parent = parent_of(run)
+            training.assets[ADAPTERS] = json.dumps(asdict(about), sort_keys=True).encode()
+        parent = parent_of(training)
         if parent is not None:
-            run.assets[PARENT] = json.dumps(parent, sort_keys=True).encode()
-        run.assets[EXPORTED_CONFIG] = directory.portable_yaml(run.setting.config).encode()
-    return run.assets
+            training.assets[PARENT] = json.dumps(parent, sort_keys=True).encode()
+        training.assets[EXPORTED_CONFIG] = directory.portable_yaml(training.run.config).encode()
+    return training.assets
 
 
-def checked_assets(run: Run) -> dict[str, bytes]:
+def checked_assets(training: Training) -> dict[str, bytes]:
     """Return the small files of every checkpoint, on rank 0, and refuse what transformers cannot write.
 
     Raises:
         RehearsalFailed: transformers cannot write one of them; nothing was trained.
     """
-    if run.setting.world.is_first:
-        parent_of(run)  # outside of what follows: a run.json that cannot be read says nothing against the model's files
+    if training.run.world.is_first:
+        parent_of(
+            training
+        )  # outside of what follows: a run.json that cannot be read says nothing against the model's files
     try:
-        return run_assets(run) if run.setting.world.is_first else {}
+        return run_assets(training) if training.run.world.is_first else {}
     except ExportFailed as error:
         raise RehearsalFailed(f"{error} Nothing was trained.") from error
     except (AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:

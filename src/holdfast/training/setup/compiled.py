@@ -16,7 +16,7 @@ from holdfast.models.layers.family import positions_of
 from holdfast.parallel.compiler import BlockCompiler
 from holdfast.parallel.forms import TIMED_TOKENS, Candidate, Times, timed_rounds
 from holdfast.text.escaping import error_words
-from holdfast.training.run import ShardedModel
+from holdfast.training.run import Model
 from holdfast.training.setup.gradient_check import form_gradients, restoring_gradients
 from holdfast.types import Example
 
@@ -25,7 +25,7 @@ _ROOM = 4
 
 
 def check_compiled(
-    sharded: ShardedModel, compiler: BlockCompiler, check: Callable[[], list[str]], images: ImageSide | None
+    model: Model, compiler: BlockCompiler, check: Callable[[], list[str]], images: ImageSide | None
 ) -> list[str]:
     """Check a model; where its blocks fail the check, do not compile or gain nothing, check it again uncompiled.
 
@@ -33,7 +33,7 @@ def check_compiled(
     An error of one rank alone, such as for want of memory, is raised as it is: the others wait within a pass.
 
     Args:
-        sharded: The model.
+        model: The model.
         compiler: Of its blocks.
         check: Compares it with transformers', and returns what to print.
         images: What makes tokens of images.
@@ -44,15 +44,15 @@ def check_compiled(
     Raises:
         ModelError: The model fails the check without compiled blocks too; the same on all ranks.
     """
-    setting, forms = sharded.setting, sharded.forms
-    if not sharded.plan.compile_blocks:
-        reason = setting.config.left_uncompiled(setting.world.device.type)
+    run, forms = model.run, model.forms
+    if not model.plan.compile_blocks:
+        reason = run.config.left_uncompiled(run.world.device.type)
         return [*check(), *([str(forms.note("blocks", 0, reason))] if reason else [])]
-    before, all_raise = _seconds_of_compiling(), setting.whether_all_raise()
-    is_asked = setting.config.parallel.compile == "blocks"
+    before, all_raise = _seconds_of_compiling(), run.whether_all_raise()
+    is_asked = run.config.parallel.compile == "blocks"
     is_timed = forms.times and not is_asked
     lines: list[str] = []
-    passes = _Passes(sharded, compiler, images) if is_timed else None
+    passes = _Passes(model, compiler, images) if is_timed else None
 
     def compare() -> str:
         failed = ""
@@ -73,7 +73,7 @@ def check_compiled(
         lines = check()
     # Also where they are not compiled: a run that began with compiled blocks goes on with them.
     compiler.tell = partial(forms.lose, "blocks")
-    if setting.world.is_first:
+    if run.world.is_first:
         compiler.begins = partial(_say_once, compiler)
     return [*lines, str(standing)]
 
@@ -81,14 +81,14 @@ def check_compiled(
 class _Passes:
     """Forward and backward passes over a micro-batch of the run's size, with compiled blocks and without."""
 
-    def __init__(self, sharded: ShardedModel, compiler: BlockCompiler, images: ImageSide | None) -> None:
-        self._sharded, self._compiler = sharded, compiler
-        data, positions = sharded.setting.config.data, positions_of(sharded.origin.skeleton)
+    def __init__(self, model: Model, compiler: BlockCompiler, images: ImageSide | None) -> None:
+        self._model, self._compiler = model, compiler
+        data, positions = model.run.config.data, positions_of(model.blueprint.skeleton)
         most = min(data.tokens_per_micro_batch, TIMED_TOKENS)
         length = min(data.max_length, most, most if positions is None else positions.count)
         self._examples = []
         for index in range(max(1, most // length)):
-            tokens = plain_tokens(sharded.model, images, length, index)
+            tokens = plain_tokens(model.module, images, length, index)
             self._examples.append(Example(index, index, tokens, np.arange(length) > 0))
 
         self._has_room = True
@@ -99,22 +99,22 @@ class _Passes:
         All ranks call this together. Where some rank may have no memory for uncompiled blocks, they are not run.
         """
         ours = self._run(1)
-        self._has_room = all(self._sharded.setting.ranks.gather(self._memory_is_enough()))
+        self._has_room = all(self._model.run.ranks.gather(self._memory_is_enough()))
         if not self._has_room:
             return ""
         plain = self._run(0)
         self._compiler.use(1)
         gap = abs(ours - plain) / max(abs(plain), 1e-30)
-        limit = LIMITS.get(getattr(torch, self._sharded.plan.compute_dtype), LIMITS[torch.float32])
+        limit = LIMITS.get(getattr(torch, self._model.plan.compute_dtype), LIMITS[torch.float32])
         return "" if gap <= limit else f"losses of a micro-batch differ by {gap:.1e} of their size"
 
     def rounds(self) -> list[Times]:
         """Time both ways; [] where there may be no memory for one. All ranks call this together."""
-        device = self._sharded.setting.world.device
+        device = self._model.run.world.device
         return timed_rounds(lambda: self._run(1), lambda: self._run(0), device) if self._has_room else []
 
     def _memory_is_enough(self) -> bool:
-        device = self._sharded.setting.world.device
+        device = self._model.run.world.device
         if device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(device)
@@ -124,10 +124,10 @@ class _Passes:
 
     def _run(self, value: int) -> float:
         self._compiler.use(value)
-        policy, device = self._sharded.model, self._sharded.setting.world.device
+        policy, device = self._model.module, self._model.run.world.device
         with restoring_gradients(policy, device):
-            dropout = self._sharded.setting.config.model.dropout
-            return form_gradients(policy, device, self._sharded.plan, self._examples, dropout=dropout)
+            dropout = self._model.run.config.model.dropout
+            return form_gradients(policy, device, self._model.plan, self._examples, dropout=dropout)
 
 
 def _say_once(compiler: BlockCompiler) -> None:

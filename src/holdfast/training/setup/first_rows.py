@@ -10,18 +10,18 @@ from holdfast.data.content.images import Video, held_images
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import S
 from holdfast.errors import DataError
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from holdfast.training.setup.rows import OpenedData, filter_of, first_sequences, row_filter, training_reader
 
 _LOOKED_AT = 8
 """Rows of each source that become sequences."""
 
 
-def check_same_rows(setting: Setting, data: OpenedData, *, live: bool = False) -> None:
+def check_same_rows(run: Run, data: OpenedData, *, live: bool = False) -> None:
     """Refuse rows that differ between ranks; all ranks call this together.
 
     Args:
-        setting: Of the run.
+        run: Of the run.
         data: Its rows, as this rank has opened them.
         live: Rows are objects of a Python caller, whose numbers alone are compared.
 
@@ -30,7 +30,7 @@ def check_same_rows(setting: Setting, data: OpenedData, *, live: bool = False) -
     """
     named = [*((source.name, source) for source in data.training), *data.evaluation.items()]
     own = [(name, source.size, "" if live else source.fingerprint) for name, source in named]
-    (first_host, first), *others = setting.ranks.gather((setting.world.host, own))
+    (first_host, first), *others = run.ranks.gather((run.world.host, own))
     for rank, (host, theirs) in enumerate(others, start=1):
         for (name, size, mark), (_, their_size, their_mark) in zip(first, theirs, strict=True):
             if (size, mark) != (their_size, their_mark):
@@ -46,7 +46,7 @@ def _counted(size: int | None) -> str:
 
 
 def check_first_rows(
-    setting: Setting,
+    run: Run,
     data: OpenedData,
     tokenise: Tokenise[S],
     of_sets: Mapping[str, Tokenise[S]] | None = None,
@@ -59,7 +59,7 @@ def check_first_rows(
     rows are not looked at: the run says which it leaves out.
 
     Args:
-        setting: Of the run.
+        run: Of the run.
         data: Its rows.
         tokenise: Of training rows.
         of_sets: Those of evaluation sets by name; default: as training rows.
@@ -68,8 +68,8 @@ def check_first_rows(
     Raises:
         UserError: One of them cannot be read; the same on all ranks.
     """
-    ranks, skips = setting.ranks, setting.config.data.on_bad_row == "skip"
-    accept = ranks.on_all_ranks(lambda: row_filter(setting))
+    ranks, skips = run.ranks, run.config.data.on_bad_row == "skip"
+    accept = ranks.on_all_ranks(lambda: row_filter(run))
     with ranks.together():
         for source in () if skips else data.training:
             first_sequences(source, tokenise, _LOOKED_AT, ranks, accept)
@@ -77,31 +77,31 @@ def check_first_rows(
             of_set = tokenise if of_sets is None else of_sets[name]
             first_sequences(source, of_set, _LOOKED_AT, ranks, filter_of(source, accept))
     if sees and data.training:
-        _look_for_images(setting, data, skips=skips)
+        _look_for_images(run, data, skips=skips)
 
 
-def _look_for_images(setting: Setting, data: OpenedData, *, skips: bool) -> None:
+def _look_for_images(run: Run, data: OpenedData, *, skips: bool) -> None:
     """Look for the files of a pass's images and films, a share of the rows on each rank.
 
     Raises:
         DataError: One is not there, and bad rows stop the run; the same on all ranks.
         ConfigError: There are films, and nothing to decode them with.
     """
-    ranks = setting.ranks
+    ranks = run.ranks
     with ranks.together():
-        absent = list(_without_images(setting, data, skips=skips))
+        absent = list(_without_images(run, data, skips=skips))
     lacking = [reason for reasons in ranks.gather(absent) for reason in reasons]
     if lacking:
-        setting.log.messages.append(
+        run.log.messages.append(
             f"warning: {len(lacking)} rows of the first pass name images that are not there, and are skipped, though "
             f"epochs count them: {lacking[0]}"
         )
 
 
-def _without_images(setting: Setting, data: OpenedData, *, skips: bool) -> Iterator[str]:
+def _without_images(run: Run, data: OpenedData, *, skips: bool) -> Iterator[str]:
     """Yield what is wrong with the rows of this rank whose images are not there; the first is raised unless skipped."""
-    files = ImageFiles(setting.config.data.image_dir, setting.base)
-    for name, row in _rows_of_first_pass(setting, data):
+    files = ImageFiles(run.config.data.image_dir, run.base)
+    for name, row in _rows_of_first_pass(run, data):
         try:
             for image in held_images(row, name):
                 if isinstance(image, Video):
@@ -116,13 +116,13 @@ def _without_images(setting: Setting, data: OpenedData, *, skips: bool) -> Itera
             yield str(error)
 
 
-def _rows_of_first_pass(setting: Setting, data: OpenedData) -> Iterator[tuple[str, Row]]:
+def _rows_of_first_pass(run: Run, data: OpenedData) -> Iterator[tuple[str, Row]]:
     """Yield this rank's share of the rows that can be read and the filter takes, as far as the run comes."""
-    reader, config, accept = training_reader(setting.config, data), setting.config, row_filter(setting)
+    reader, config, accept = training_reader(run.config, data), run.config, row_filter(run)
     draws = reader.order.epoch_draws or 0  # what a stream holds shows when it is read
     if config.steps is not None:
         draws = min(draws, config.steps * max([config.data.batch_size, *config.data.batch_size_schedule.values()]))
-    for draw in range(setting.ranks.rank, draws, setting.ranks.size):
+    for draw in range(run.ranks.rank, draws, run.ranks.size):
         try:
             _, name, row = reader.read(draw)
         except DataError:

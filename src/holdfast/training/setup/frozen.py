@@ -25,7 +25,7 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError, ModelError, UserError
 from holdfast.models.files.places import local_directory
 from holdfast.training.directory import checkpoint_place, is_run
-from holdfast.training.run import ConfiguredRun, Setting
+from holdfast.training.run import ConfiguredRun, Run
 from holdfast.training.saving.resume import saved_settings_of
 
 Frozen = Literal["save", "skip"]
@@ -55,11 +55,11 @@ class Choices(NamedTuple):
     lines: tuple[str, ...]
 
 
-def settle_frozen(setting: Setting, *, live: bool, trains: bool = True) -> None:
+def settle_frozen(run: Run, *, live: bool, trains: bool = True) -> None:
     """Put values in the place of defaults that depend on the device or on a checkpoint; all ranks call this together.
 
     Args:
-        setting: Of the run; its configuration is replaced.
+        run: Of the run; its configuration is replaced.
         live: Whether the model is an object in memory.
         trains: Whether the run continues from its checkpoint.
 
@@ -67,20 +67,20 @@ def settle_frozen(setting: Setting, *, live: bool, trains: bool = True) -> None:
         CheckpointUnreadable: The checkpoint that the run starts from cannot be read.
         CheckpointMismatch: It leaves out frozen weights, and they are not where the model comes from.
     """
-    config = setting.config
+    config = run.config
     if config.model.lora is None and config.checkpoint.frozen != "skip":
-        setting.config = _with(config, _choices(setting, setting.world.device.type, None, live=live))
+        run.config = _with(config, _choices(run, run.world.device.type, None, live=live))
         return
 
     def choose() -> Choices:
-        start = recorded(setting)
+        start = recorded(run)
         if start is not None and trains and not live:
-            _refuse_other_base(setting, start)
-        return _choices(setting, setting.world.device.type, start, live=live)
+            _refuse_other_base(run, start)
+        return _choices(run, run.world.device.type, start, live=live)
 
-    choices = setting.ranks.on_first_rank(choose)
-    setting.config = _with(config, choices)
-    if setting.world.is_first:
+    choices = run.ranks.on_first_rank(choose)
+    run.config = _with(config, choices)
+    if run.world.is_first:
         for line in choices.lines:
             print(line, flush=True)
 

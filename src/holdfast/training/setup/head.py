@@ -17,23 +17,23 @@ from holdfast.models.heads.form import take_kernels, use_kernels
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.parallel.forms import TIMED_TOKENS, Candidate, timed_rounds
 from holdfast.parallel.plan import ShardPlan
-from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.run import Model, Run
 
 
-def choose_head_form(setting: Setting, policy: PolicyModel, plan: ShardPlan) -> str:
+def choose_head_form(run: Run, policy: PolicyModel, plan: ShardPlan) -> str:
     """Let Triton kernels sweep the logits where every rank can run them; all ranks call this together.
 
     Returns:
         Why they cannot, "" if they can, or where there is no GPU.
     """
-    if setting.world.device.type != "cuda" or setting.config.scores or policy.readable_head() is None:
+    if run.world.device.type != "cuda" or run.config.scores or policy.readable_head() is None:
         return ""
-    if reason := why_unused(setting.config):
+    if reason := why_unused(run.config):
         return reason
-    simulated = setting.without_numbers is not None
+    simulated = run.without_numbers is not None
     dtype = getattr(torch, plan.compute_dtype)
-    reason = take_kernels(policy, dtype, setting.world.device, simulated=simulated)
-    reason = next(filter(None, setting.ranks.gather(reason)), "")
+    reason = take_kernels(policy, dtype, run.world.device, simulated=simulated)
+    reason = next(filter(None, run.ranks.gather(reason)), "")
     if reason:
         use_kernels(policy, 0)
     return reason
@@ -50,20 +50,20 @@ def why_unused(config: TrainingConfig) -> str:
             return ""
 
 
-def check_head_form(sharded: ShardedModel, images: ImageSide | None, reason: str) -> str:
+def check_head_form(model: Model, images: ImageSide | None, reason: str) -> str:
     """Compare the kernels, where they were chosen, with torch's operations; all ranks call this together.
 
     Kernels that differ, fail or are slower are left, and the run goes on.
 
     Args:
-        sharded: Checked against transformers.
+        model: Checked against transformers.
         images: What makes tokens of images.
         reason: Why the kernels were not chosen.
 
     Returns:
         What to print of the form, "" where there was no choice.
     """
-    policy, setting, forms = sharded.model, sharded.setting, sharded.forms
+    policy, run, forms = model.module, model.run, model.forms
     tokens = policy.head_spec.kernel_tokens
     if tokens is None:
         return f"{forms.note('head', 0, reason)}" if reason else ""
@@ -73,9 +73,9 @@ def check_head_form(sharded: ShardedModel, images: ImageSide | None, reason: str
         nonlocal found
         first, _, second = documents(policy, images)
         batch = pack([first, second], [Share(1.0, 1.0)] * 2, padded=policy.padded)
-        time = partial(timed_rounds, device=setting.world.device) if forms.times else None
-        timed_tokens = min(setting.config.data.tokens_per_micro_batch, TIMED_TOKENS)
-        found = compare_forms(policy, to_device(batch, setting.world.device), timed_tokens, time)
+        time = partial(timed_rounds, device=run.world.device) if forms.times else None
+        timed_tokens = min(run.config.data.tokens_per_micro_batch, TIMED_TOKENS)
+        found = compare_forms(policy, to_device(batch, run.world.device), timed_tokens, time)
         return found.reason
 
     def detail() -> str:

@@ -42,7 +42,7 @@ from holdfast.parallel.forms import Forms
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ModelEnds, ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise, place_empty
-from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.run import Model, Run
 from holdfast.training.setup.compiled import check_compiled
 from holdfast.training.setup.context import join_context
 from holdfast.training.setup.gradient_check import Gradients, check_gradients
@@ -56,28 +56,28 @@ _WITHOUT_NUMBERS = "aot_eager_decomp_partition"
 does, which itself fails on such tensors, and runs the operations one by one."""
 
 
-def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -> ShardedModel:
+def build_policy(run: Run, origin: Blueprint, *, trained: bool = True) -> Model:
     """Plan, shard, fill and check a model; one that is not `trained` is stored like it, and all of it is frozen.
 
     Raises:
         UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
     """
-    config, world, ranks = setting.config, setting.world, setting.ranks
+    config, world, ranks = run.config, run.world, run.ranks
     mesh = ranks.on_all_ranks(lambda: build_mesh(config.parallel, world))
     images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
-    policy, router_note = unplaced_policy(setting, origin, trained=trained)
+    policy, router_note = unplaced_policy(run, origin, trained=trained)
     device = world.device.type
     compiled = config.compiles_blocks(device)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), device, compiled=compiled))
     ranks.on_all_ranks(lambda: join_context(config, world, origin, policy))
-    no_kernels = choose_head_form(setting, policy, plan)
-    forms = _forms_of(setting, plan, trained=trained)
-    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy, forms=forms)
-    if setting.without_numbers is not None:
-        with setting.without_numbers():
+    no_kernels = choose_head_form(run, policy, plan)
+    forms = _forms_of(run, plan, trained=trained)
+    model = Model(run=run, blueprint=origin, plan=plan, module=policy, forms=forms)
+    if run.without_numbers is not None:
+        with run.without_numbers():
             apply_plan(policy, plan, mesh, partial(nn.Module.compile, backend=_WITHOUT_NUMBERS))
             place_empty(policy, origin.buffers, world.device, offload=plan.cpu_offload)
-        return sharded
+        return model
     compiler = BlockCompiler()
     apply_plan(policy, plan, mesh, compiler.compile)
     ranks.on_all_ranks(
@@ -87,32 +87,32 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     if plan.compile_blocks and world.is_first:
         count = len(plan.compile_blocks)
         print(f"blocks: {count} are compiled now, which takes minutes where torch's cache lacks them", flush=True)
-    checked = check_compiled(sharded, compiler, lambda: check_model(sharded, side), side)
-    head_line = check_head_form(sharded, side, no_kernels)
+    checked = check_compiled(model, compiler, lambda: check_model(model, side), side)
+    head_line = check_head_form(model, side, no_kernels)
     if world.is_first:
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked, head_line if trained else ""):
             if line:
                 print(line, flush=True)
-    return sharded
+    return model
 
 
-def _forms_of(setting: Setting, plan: ShardPlan, *, trained: bool) -> Forms:
-    world = setting.world
+def _forms_of(run: Run, plan: ShardPlan, *, trained: bool) -> Forms:
+    world = run.world
     # Without a checkpoint of its own, a frozen model has nowhere to record what was faster at a start.
-    timed = trained and setting.trains and world.device.type == "cuda"
-    forms = Forms(setting.ranks.gather, timed=timed, rank=world.rank if world.size > 1 else None)
+    timed = trained and run.trains and world.device.type == "cuda"
+    forms = Forms(run.ranks.gather, timed=timed, rank=world.rank if world.size > 1 else None)
     if plan.copied:
         forms.note("copies", 1)
     return forms
 
 
-def unplaced_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -> tuple[PolicyModel, str]:
+def unplaced_policy(run: Run, origin: Blueprint, *, trained: bool = True) -> tuple[PolicyModel, str]:
     """Return the policy as it is before its parameters have memory, and what to say of its routers.
 
     Raises:
         ConfigError: Its routers' loss cannot be computed on these ranks; the same on all of them.
     """
-    config = setting.config
+    config = run.config
     storage, frozen = storage_of(config.model)
     set_storage(origin.model, storage, frozen)
     if not trained:
@@ -121,7 +121,7 @@ def unplaced_policy(setting: Setting, origin: Blueprint, *, trained: bool = True
         origin.model.set_experts_implementation("eager")
     router_loss, router_note = (None, "")
     if trained:
-        router_loss, router_note = setting.ranks.on_all_ranks(lambda: _router_loss(config, origin, setting.world))
+        router_loss, router_note = run.ranks.on_all_ranks(lambda: _router_loss(config, origin, run.world))
     return policy_model(config, origin, router_loss), router_note
 
 
@@ -344,19 +344,19 @@ def _longest(config: TrainingConfig, *, reads_only: bool) -> tuple[str, int]:
     return key, needed[key]
 
 
-def check_model(sharded: ShardedModel, images: ImageSide | None) -> list[str]:
+def check_model(model: Model, images: ImageSide | None) -> list[str]:
     """Check a model that is sharded and filled; return what to print. All ranks call this together.
 
     Raises:
         ModelError: Its outputs or gradients are not those of the model in its files; the same on all ranks.
     """
     start = perf_counter()
-    config, origin, ranks = sharded.setting.config, sharded.origin, sharded.setting.ranks
-    policy, plan = sharded.model, sharded.plan
+    config, origin, ranks = model.run.config, model.blueprint, model.run.ranks
+    policy, plan = model.module, model.plan
     witness = witness_of(type(origin.skeleton), origin.original_config)
-    sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), sharded.setting.world.device, images)
+    sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), model.run.world.device, images)
     may_fall_back = config.model.attention == "auto" and policy.context is None
-    all_raise = sharded.setting.whether_all_raise()
+    all_raise = model.run.whether_all_raise()
     agreement = Agreement(lambda agrees: all(ranks.gather(agrees)), ranks.on_all_ranks, all_raise)
     result, note = ranks.on_all_ranks(lambda: check_forward(sides, may_fall_back=may_fall_back, agreement=agreement))
     if policy.context is not None:

@@ -36,7 +36,7 @@ from holdfast.optim.user import build_user_optimizer
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.text.escaping import error_words
 from holdfast.training.observe import load_function
-from holdfast.training.run import ConfiguredRun, Setting
+from holdfast.training.run import ConfiguredRun, Run
 
 LOW_BIT = {"adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit, "adamw_fp8": AdamWFP8}
 
@@ -160,23 +160,21 @@ def _is_matrix(name: str, value: Tensor, vocabulary: Collection[str]) -> bool:
     )
 
 
-def optimizer_of(
-    setting: Setting, parameters: Mapping[str, nn.Parameter], policy: PolicyModel | None = None
-) -> Optimizer:
+def optimizer_of(run: Run, parameters: Mapping[str, nn.Parameter], policy: PolicyModel | None = None) -> Optimizer:
     """Return the optimizer over the trained parameters; all ranks call this together.
 
     Args:
-        setting: Where it is made.
+        run: Where it is made.
         parameters: Sharded, by canonical name.
         policy: Whose they are, where that is a model that trains.
 
     Raises:
         UserError: It cannot be made, or could not be saved; the same on all ranks.
     """
-    config, ranks = setting.config.optim, setting.ranks
+    config, ranks = run.config.optim, run.ranks
     if isinstance(config, UserOptimizerConfig):
-        kind = ranks.on_all_ranks(lambda: _class_at(config.path, setting))
-        all_raise = None if setting.without_numbers is not None else setting.whether_all_raise()
+        kind = ranks.on_all_ranks(lambda: _class_at(config.path, run))
+        all_raise = None if run.without_numbers is not None else run.whether_all_raise()
         return build_user_optimizer(config, kind, parameters, ranks, all_raise)
     vocabulary, stacks = (set[str](), {}) if policy is None else (vocabulary_of(policy), stacks_of(policy))
     return ranks.on_all_ranks(lambda: build_optimizer(config, parameters, vocabulary, stacks))

@@ -26,7 +26,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.observe import load_function
-from holdfast.training.run import ConfiguredRun, EvaluationSet, Setting
+from holdfast.training.run import ConfiguredRun, EvaluationSet, Run
 from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
@@ -196,23 +196,23 @@ def preference_tokeniser(
     return last_token_alone(tokenise) if config.scores else tokenise
 
 
-def training_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Example], layout: Layout) -> SampleStream:
+def training_stream(run: Run, data: OpenedData, tokenise: Tokenise[Example], layout: Layout) -> SampleStream:
     """Return the endless stream of training batches."""
-    reader, config = _training_rows(setting, data, tokenise), setting.config
+    reader, config = _training_rows(run, data, tokenise), run.config
     return SampleStream(reader, config.data, layout, _training_limits(config))
 
 
-def prompt_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Prompt]) -> PromptStream:
+def prompt_stream(run: Run, data: OpenedData, tokenise: Tokenise[Prompt]) -> PromptStream:
     """Return the endless stream of prompts."""
-    reader, config = _training_rows(setting, data, tokenise), setting.config
+    reader, config = _training_rows(run, data, tokenise), run.config
     assert isinstance(config, GRPOConfig)
     return PromptStream(reader, config.data, _training_limits(config))
 
 
-def _training_rows(setting: Setting, data: OpenedData, tokenise: Tokenise[S]) -> CandidateReader[S]:
+def _training_rows(run: Run, data: OpenedData, tokenise: Tokenise[S]) -> CandidateReader[S]:
     skipped = _SkippedRows()
-    skip = skipped.add if setting.config.data.on_bad_row == "skip" else None
-    reader = CandidateReader(training_reader(setting.config, data), tokenise, setting.ranks, row_filter(setting), skip)
+    skip = skipped.add if run.config.data.on_bad_row == "skip" else None
+    reader = CandidateReader(training_reader(run.config, data), tokenise, run.ranks, row_filter(run), skip)
     reader.notes = skipped.notes
     return reader
 
@@ -266,7 +266,7 @@ class SetReading:
     """Gives the sequences that are completed and compared; default: those that are measured."""
 
 
-def opened_sets(setting: Setting, data: OpenedData, reading: SetReading, layout: Layout) -> tuple[EvaluationSet, ...]:
+def opened_sets(run: Run, data: OpenedData, reading: SetReading, layout: Layout) -> tuple[EvaluationSet, ...]:
     """Return the evaluation sets; they are read in order, and small ones are welcome.
 
     The first batch of each is read now, since an evaluation may come after hours of training.
@@ -274,7 +274,7 @@ def opened_sets(setting: Setting, data: OpenedData, reading: SetReading, layout:
     Raises:
         DataError: It holds a row that cannot be read; the same on all ranks.
     """
-    config, ranks = setting.config, setting.ranks
+    config, ranks = run.config, run.ranks
     limit = config.evaluation.limit_samples
 
     def stream_of(name: str, source: Source) -> Callable[[], SampleStream]:

@@ -37,7 +37,7 @@ from holdfast.models.setup.model import Blueprint, blueprint, configured
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.rollout.local.recurrent import why_not_in_process
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from holdfast.training.setup.model import build_policy, check_positions
 
 _SMALL = 30_000_000
@@ -62,15 +62,15 @@ def check_suitability(
         ModelError: There are no such files.
     """
     register_attention()
-    setting = Setting(config=config, base=base, world=world, ranks=RankGroup())
+    run = Run(config=config, base=base, world=world, ranks=RankGroup())
     raw_config, _ = configured(config.model, base)
     make = maker(raw_config, config.model.trust_remote_code, config.scores)
     try:
         with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
             model = on_meta(make, raw_config)
-        for line in _shape_lines(setting, model, has_config=has_config):
+        for line in _shape_lines(run, model, has_config=has_config):
             say(line)
-        for line in _check_lines(setting, model):
+        for line in _check_lines(run, model):
             say(line)
     except CannotShrink as error:
         say(f"not looked at: {error}; a run checks the model itself before step 1")
@@ -83,25 +83,25 @@ def check_suitability(
     return True
 
 
-def _shape_lines(setting: Setting, model: Any, *, has_config: bool) -> Iterator[str]:
+def _shape_lines(run: Run, model: Any, *, has_config: bool) -> Iterator[str]:
     """Yield what the shapes and fields of a whole model on the meta device say; adapters are laid into it."""
     yield f"model: {type(model).__name__} ({family_of(model).name}), {_size(model):,} parameters"
     yield from _on_lengths(model.config)
-    yield f"lora: {_layers_to_adapt(model, setting.config.model.lora or LoRAConfig())}"
+    yield f"lora: {_layers_to_adapt(model, run.config.model.lora or LoRAConfig())}"
     if has_config:
-        origin = _on_meta_alone(setting, model)
-        note = check_positions(setting.config, origin)
+        origin = _on_meta_alone(run, model)
+        note = check_positions(run.config, origin)
         if note:
             yield note
 
 
-def _on_meta_alone(setting: Setting, model: Any) -> Blueprint:
+def _on_meta_alone(run: Run, model: Any) -> Blueprint:
     """Return the plan of the run's whole model, without its weights: patterns and names are matched with it."""
-    config = setting.config
+    config = run.config
     section, lora = config.model, config.model.lora
     if lora is not None and lora.path is not None:
         section = section.model_copy(update={"lora": lora.model_copy(update={"path": None, "any_base": False})})
-    return blueprint(section, setting.base, seed=config.seed, live=model, scorer=config.scores)
+    return blueprint(section, run.base, seed=config.seed, live=model, scorer=config.scores)
 
 
 def _on_lengths(raw_config: Any) -> Iterator[str]:
@@ -130,13 +130,13 @@ def _size(model: nn.Module) -> int:
     return sum(value.numel() for name, value in model.named_parameters() if ".lora_" not in name)
 
 
-def _check_lines(setting: Setting, model: Any) -> Iterator[str]:
+def _check_lines(run: Run, model: Any) -> Iterator[str]:
     """Yield what the check before step 1 finds, of the model itself or of a small one like it."""
-    config, origin, subject = _model_to_check(setting, model)
+    config, origin, subject = _model_to_check(run, model)
     yield f"looked at: {subject}"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        policy = build_policy(replace(setting, config=config), origin).model
+        policy = build_policy(replace(run, config=config), origin).module
     why = [line for line in (*origin.notes, *printed.getvalue().splitlines()) if line.startswith("attention: ")]
     if policy.padded:
         yield next(iter(why), "attention: one document per row, since data.packing or model.attention says so")
@@ -148,19 +148,19 @@ def _check_lines(setting: Setting, model: Any) -> Iterator[str]:
         if why_not
         else "rollouts: decoded in this process, over the training weights"
     )
-    yield from (f"images: {line}" for line in _on_images(setting, policy, whole=origin.directory is not None))
+    yield from (f"images: {line}" for line in _on_images(run, policy, whole=origin.directory is not None))
     yield from (line for line in printed.getvalue().splitlines() if line.startswith(("forward check", "checked")))
 
 
-def _on_images(setting: Setting, policy: PolicyModel, *, whole: bool) -> Iterator[str]:
+def _on_images(run: Run, policy: PolicyModel, *, whole: bool) -> Iterator[str]:
     """Yield what the model's own processor was found to make of images, and how that was proved.
 
     Args:
-        setting: Names the model.
+        run: Names the model.
         policy: The model that is looked at.
         whole: Whether it is the model itself, whose check counts features too.
     """
-    side = _image_side(setting)
+    side = _image_side(run)
     if isinstance(side, str):
         yield side
         return
@@ -178,8 +178,8 @@ def _on_images(setting: Setting, policy: PolicyModel, *, whole: bool) -> Iterato
             )
 
 
-def _image_side(setting: Setting) -> ImageSide | str:
-    section, base = setting.config.model, setting.base
+def _image_side(run: Run) -> ImageSide | str:
+    section, base = run.config.model, run.base
     raw_config, processor = configured(section, base)
     directory = None if section.path is None else locate(section.path, section, base, weights=False)
     if processor is None:
@@ -192,12 +192,12 @@ def _image_side(setting: Setting) -> ImageSide | str:
     return image_side(processor, tokenizer, raw_config, settings=settings)
 
 
-def _model_to_check(setting: Setting, full_model: Any) -> tuple[TrainingConfig, Blueprint, str]:
+def _model_to_check(run: Run, full_model: Any) -> tuple[TrainingConfig, Blueprint, str]:
     """Return the model to build: the model itself if it is small and has weights, else a small one like it."""
-    config, base = setting.config, setting.base
+    config, base = run.config, run.base
     model, scorer, raw_config = config.model, config.scores, full_model.config
     make = maker(raw_config, model.trust_remote_code, scorer)
-    directory = None if model.path is None else _with_weights(Path(model.path).expanduser(), setting)
+    directory = None if model.path is None else _with_weights(Path(model.path).expanduser(), run)
     parallel = config.parallel.model_copy(update={"compute_dtype": "float32"})
     if _size(full_model) <= _SMALL and (directory is not None or model.path is None):
         section = model.model_copy(update={"dtype": "float32", "frozen_dtype": "same"})
@@ -224,6 +224,6 @@ def _model_to_check(setting: Setting, full_model: Any) -> tuple[TrainingConfig, 
     return config, origin, f"a small model of the same architecture, {layers}, {count:,} random parameters in float32"
 
 
-def _with_weights(name: Path, setting: Setting) -> Path | None:
+def _with_weights(name: Path, run: Run) -> Path | None:
     """Return the directory, if there is one with weights."""
-    return next((path for path in (name, setting.base / name) if any(path.glob("*.safetensors"))), None)
+    return next((path for path in (name, run.base / name) if any(path.glob("*.safetensors"))), None)

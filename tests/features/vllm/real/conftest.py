@@ -29,7 +29,7 @@ from holdfast.parallel.mesh import World, joined_world
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.training.engines import open_engine
-from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.run import Model, Run
 from holdfast.training.setup.begin import Live, build_model
 
 PYTHON = os.environ.get("HOLDFAST_VLLM_PYTHON", "")
@@ -156,27 +156,27 @@ def serving(
 class Policy:
     """A policy that servers sample from."""
 
-    sharded: ShardedModel
+    model: Model
     engine: ServedEngine
 
     def move(self, scale: float, seed: int = 0) -> None:
         """Change every tensor by a part of its deviation, as an update does."""
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for value in sharded_parameters(self.sharded.model).values():
+            for value in sharded_parameters(self.model.module).values():
                 local = local_part(value)
                 deviation = float(local.std()) if local.numel() > 1 else 0.1
                 local.add_(scale * (deviation or 0.1) * torch.randn(local.shape, generator=draw))
-        self.sharded.state.updates += 1
+        self.model.state.updates += 1
 
     def publish(self) -> None:
         """Push the present weights."""
-        self.engine.publish(self.sharded)
+        self.engine.publish(self.model)
 
     def oracle(self) -> Qwen3ForCausalLM:
         """Return plain transformers' model with the present weights."""
         model = Qwen3ForCausalLM(Qwen3Config(**{key: value for key, value in MODEL.items() if key != "model_type"}))
-        state = {name: full_tensor(value) for name, value in sharded_parameters(self.sharded.model).items()}
+        state = {name: full_tensor(value) for name, value in sharded_parameters(self.model.module).items()}
         model.load_state_dict(state, strict=False)
         model.tie_weights()
         return model.eval()
@@ -185,10 +185,10 @@ class Policy:
 def policy_for(tree: dict[str, Any], world: World) -> Policy:
     """Return the policy of a tree; whoever asks closes its engine."""
     config = from_mapping(tree, GRPOConfig)
-    sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
-    engine = open_engine(sharded, config.rollout)
+    model = build_model(Run.of(config, Path.cwd(), world), Live(), lambda _: None)
+    engine = open_engine(model, config.rollout)
     assert isinstance(engine, ServedEngine)
-    return Policy(sharded, engine)
+    return Policy(model, engine)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_sixty_pushes_of_adapters_alone_are_proved_and_take_no_more_memory(
 
     monkeypatch.setattr(AdapterPublisher, "_write", noted)
     policy = policy_for(adapter_tree(with_adapters, LORA), world)
-    factors = sum(value.numel() for name, value in policy.sharded.model.named_parameters() if ".lora_" in name)
+    factors = sum(value.numel() for name, value in policy.model.module.named_parameters() if ".lora_" in name)
     with closing(policy.engine):
         policy.publish()
         move_adapters(policy, 0.3)
@@ -77,10 +77,10 @@ def move_adapters(policy: Policy, scale: float, seed: int = 0) -> None:
 
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, value in policy.sharded.model.named_parameters():
+        for name, value in policy.model.module.named_parameters():
             if ".lora_" in name:
                 value.add_(scale * 0.1 * torch.randn(value.shape, generator=draw))
-    policy.sharded.state.updates += 1
+    policy.model.state.updates += 1
 
 
 def rewrite(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Path], None]:

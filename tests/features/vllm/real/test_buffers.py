@@ -20,7 +20,7 @@ from holdfast.features.vllm.publish import ServedEngine
 from holdfast.models.setup.model import blueprint
 from holdfast.parallel.mesh import World
 from holdfast.training.engines import open_engine
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from holdfast.training.setup.begin import Live, build_model
 from tests.features.vllm.real.conftest import PYTHON, free_port, tree_of
 
@@ -55,23 +55,23 @@ def test_buffers_are_pushed_and_one_that_is_not_sent_on_stops_the_run(world: Wor
         section, tmp_path / "model", "policy", "float32", 256, True, tmp_path, "faulty_extension.Extension"
     )
     with Servers(served):
-        sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
-        engine = open_engine(sharded, config.rollout)
+        model = build_model(Run.of(config, Path.cwd(), world), Live(), lambda _: None)
+        engine = open_engine(model, config.rollout)
         assert isinstance(engine, ServedEngine)
-        scalars = [buffer for name, buffer in sharded.model.named_buffers() if name.endswith("layer_scalar")]
-        engine.publish(sharded)
+        scalars = [buffer for name, buffer in model.module.named_buffers() if name.endswith("layer_scalar")]
+        engine.publish(model)
 
         for scalar in scalars:
             scalar.mul_(0.7)
-        sharded.state.updates += 1
-        engine.publish(sharded)
+        model.state.updates += 1
+        engine.publish(model)
         assert max(proof.difference for proof in engine.proofs) <= 1e-4
         assert min(proof.from_before for proof in engine.proofs) > 1e-3
 
         for scalar in scalars:
             scalar.mul_(1.1)
-        sharded.state.updates += 1
+        model.state.updates += 1
         (tmp_path / "fault.json").write_text(json.dumps({"fault": "buffer_not_sent"}))
         with pytest.raises(RunStopped, match="not what was sent: model.layers.0.layer_scalar"):
-            engine.publish(sharded)
+            engine.publish(model)
         engine.close()

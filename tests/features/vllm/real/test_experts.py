@@ -18,7 +18,7 @@ from holdfast.features.vllm.processes import Servers, ServerSpec
 from holdfast.models.setup.model import blueprint
 from holdfast.parallel.mesh import World
 from holdfast.training.engines import open_engine
-from holdfast.training.run import Setting
+from holdfast.training.run import Run
 from holdfast.training.setup.begin import Live, build_model
 from tests.features.vllm.real.conftest import MODEL, PYTHON, free_port, tree_of
 
@@ -46,7 +46,7 @@ def test_experts_are_sampled_from_servers(world: World, tmp_path: Path) -> None:
             stack.enter_context(Servers(served))
         except ConfigError as error:  # of the class that is expected below, and not what is expected
             raise AssertionError(error) from error
-        sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
+        model = build_model(Run.of(config, Path.cwd(), world), Live(), lambda _: None)
         with pytest.raises(ConfigError, match="serves a mixture of experts on a CPU") as caught:
-            open_engine(sharded, config.rollout)
+            open_engine(model, config.rollout)
         raise caught.value

@@ -48,12 +48,12 @@ def test_a_sound_push_differs_by_less_than_a_few_roundings(case: Case) -> None:
 
     (proof,) = policy.engine.proofs
     prover = policy.engine._prover
-    sequences = _sequences(policy.sharded, prover.lengths)
+    sequences = _sequences(policy.model, prover.lengths)
     answers = _ask(policy.engine.servers, sequences, "")
-    rounding = _rounding(policy.sharded, sequences, answers, _score(policy.sharded, sequences, answers))
+    rounding = _rounding(policy.model, sequences, answers, _score(policy.model, sequences, answers))
     print(f"differs by {proof.difference:.2e}, rounding {rounding:.2e}, limit {prover.limit:.2e}")
     assert proof.difference < 3 * rounding
-    if policy.sharded.setting.config.model.path is None:
+    if policy.model.run.config.model.path is None:
         assert 1e-4 < proof.difference < prover.limit
 
 
@@ -62,7 +62,7 @@ def test_a_sound_push_differs_by_less_than_a_few_roundings(case: Case) -> None:
 def test_every_fault_behind_the_transfer_is_beyond_the_measured_limit(case: Case, fault: str, scale: float) -> None:
     policy, servers = case
     policy.publish()
-    before = {name: value.clone() for name, value in policy.sharded.model.state_dict().items()}
+    before = {name: value.clone() for name, value in policy.model.module.state_dict().items()}
     policy.move(scale, seed=1)
     servers.plant(fault)
 
@@ -72,7 +72,7 @@ def test_every_fault_behind_the_transfer_is_beyond_the_measured_limit(case: Case
 
     print(caught.value)
     servers.heal()
-    policy.sharded.model.load_state_dict(before)
+    policy.model.module.load_state_dict(before)
     policy.publish()
 
 

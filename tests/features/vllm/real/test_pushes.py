@@ -126,7 +126,7 @@ def test_a_rollout_that_is_interrupted_ends_at_once_as_aborted(policy_of: Build)
 def test_texts_end_completions_and_belong_to_them(policy_of: Build) -> None:
     policy = policy_of()
     policy.publish()
-    decode = policy.sharded.origin.tokenizer.decode
+    decode = policy.model.blueprint.tokenizer.decode
     asked = requests(6)
     whole = generate(policy.engine, asked, SamplingConfig(max_new_tokens=24))
     stop = decode(whole[0].tokens.tolist())[3:5]

@@ -54,7 +54,7 @@ from holdfast.parallel.mesh import World, forget_meshes
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.rollout.local.recurrent import why_not_in_process
 from holdfast.training.phases import PhaseClock
-from holdfast.training.run import Logbook, Setting, Trained
+from holdfast.training.run import Logbook, Model, Run
 from holdfast.training.setup.optimizers import LOW_BIT, build_optimizer
 from holdfast.types import host_values_from
 
@@ -124,7 +124,7 @@ def _executed_on_devices(config: TrainingConfig, base: Path, spec: RankSpec) -> 
             _prepare_compiler()
         free = lambda: max(0, spec.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
         mode = stack.enter_context(fake_devices(spec.device, free, spec.memory))
-        setting = Setting(
+        run = Run(
             config=config,
             base=base,
             world=world,
@@ -135,11 +135,11 @@ def _executed_on_devices(config: TrainingConfig, base: Path, spec: RankSpec) -> 
         stack.enter_context(host_values_from(counts.answer))
         stack.enter_context(watched_storages(counts.ledger))
         stack.enter_context(contextlib.redirect_stdout(_NullWriter()))
-        step = planned_step(setting, counts.ledger, counts.traffic)
+        step = planned_step(run, counts.ledger, counts.traffic)
         with counts.without_numbers(mode):
             execution = _executed(counts, step)
-            execution.export_bytes = export_bytes(config, step.trained.model, step.trained.origin, execution.notes)
-    small = small_bytes(config, step.trained.origin)
+            execution.export_bytes = export_bytes(config, step.model.module, step.model.blueprint, execution.notes)
+    small = small_bytes(config, step.model.blueprint)
     execution.checkpoint_bytes += small + ahead_bytes(config)
     execution.export_bytes += small
     return execution
@@ -245,7 +245,7 @@ def _executed(counts: _StepCounts, step: PlannedStep) -> Execution:
     size = _save(counts, step)
     for phase, factor in step.repeats.items():
         counts.traffic.scale(phase, factor)
-    return _execution(counts, step, Execution(counts.spec, step.trained.plan, loaded, resumed, checkpoint_bytes=size))
+    return _execution(counts, step, Execution(counts.spec, step.model.plan, loaded, resumed, checkpoint_bytes=size))
 
 
 def _learned(counts: _StepCounts, step: PlannedStep) -> Manifest:
@@ -254,24 +254,24 @@ def _learned(counts: _StepCounts, step: PlannedStep) -> Manifest:
     What an optimizer keeps is learned from a step of its own: a step on tensors without numbers changes none.
     """
     counts.ledger.phase = "optimizer"
-    built = [set(trained.optimizer.state) for trained in step.all_trained]
-    for trained in step.all_trained:
-        for value in sharded_parameters(trained.model).values():
+    built = [set(model.updater.state) for model in step.all_trained]
+    for model in step.all_trained:
+        for value in sharded_parameters(model.module).values():
             value.grad = torch.zeros_like(value) if value.requires_grad else None
-        trained.optimizer.step()
-        trained.optimizer.zero_grad(set_to_none=True)
-    manifest = manifest_of(saved_snapshot(step.run, counts.random))
-    for trained, earlier_keys in zip(step.all_trained, built, strict=True):
-        for parameter in [state_key for state_key in trained.optimizer.state if state_key not in earlier_keys]:
-            del trained.optimizer.state[parameter]
+        model.updater.step()
+        model.updater.zero_grad(set_to_none=True)
+    manifest = manifest_of(saved_snapshot(step.training, counts.random))
+    for model, earlier_keys in zip(step.all_trained, built, strict=True):
+        for parameter in [state_key for state_key in model.updater.state if state_key not in earlier_keys]:
+            del model.updater.state[parameter]
     return manifest
 
 
 def _load(ledger: Ledger, step: PlannedStep, manifest: Manifest) -> None:
     """Do what `load_state` does with what it has read; this rank's part of all tensors is in host memory then."""
-    trained, companions = step.trained, step.run.saved_companions
-    averages = {} if trained.averages is None else trained.averages.tensors
-    parts = live_parts(trained.model, trained.optimizer, averages, companions)
+    model, companions = step.model, step.training.saved_companions
+    averages = {} if model.averages is None else model.averages.tensors
+    parts = live_parts(model.module, model.optimizer, averages, companions)
     plan = plan_load(parts, manifest, Declared(), "live", "a planned checkpoint", companions=companions is not None)
     with ledger.scope(CHECKPOINT):
         read = {
@@ -284,7 +284,7 @@ def _load(ledger: Ledger, step: PlannedStep, manifest: Manifest) -> None:
 
 def _make(step: PlannedStep) -> None:
     step.make()
-    step.setting.log.batches.clear()  # as the journal does once a step is written down
+    step.run.log.batches.clear()  # as the journal does once a step is written down
 
 
 def _execution(counts: _StepCounts, step: PlannedStep, execution: Execution) -> Execution:
@@ -297,7 +297,7 @@ def _execution(counts: _StepCounts, step: PlannedStep, execution: Execution) -> 
         flops=dict(counts.traffic.flops),
         micro_batches=step.micro_batches,
         tokens=step.tokens,
-        parameters=step.trained.plan.parameters,
+        parameters=step.model.plan.parameters,
         allocated=dict(counts.ledger.allocated),
         read=_read(counts.ledger, step),
         notes=[*step.notes],
@@ -349,20 +349,20 @@ def _refuse_more_ranks_than_rows(config: TrainingConfig, ranks: int) -> None:
 
 
 def _name_states(ledger: Ledger, step: PlannedStep) -> None:
-    for trained in step.all_trained:
-        ledger.name(states_of(trained), OPTIMIZER)
+    for model in step.all_trained:
+        ledger.name(states_of(model), OPTIMIZER)
 
 
-def states_of(trained: Trained) -> list[Tensor]:
+def states_of(model: Model) -> list[Tensor]:
     """Return the tensors of a model's optimizer, and the averages of its weights."""
-    states = [value for state in trained.optimizer.state.values() for value in state.values()]
-    averages = [] if trained.averages is None else [*trained.averages.tensors.values()]
+    states = [value for state in model.updater.state.values() for value in state.values()]
+    averages = [] if model.averages is None else [*model.averages.tensors.values()]
     return [value for value in (*states, *averages) if isinstance(value, Tensor)]
 
 
 def _read(ledger: Ledger, step: PlannedStep) -> dict[str, float]:
     """Return the bytes that an optimizer reads and writes, and those that decoding reads for all of its tokens."""
-    bytes_by_kind = ledger.peaks["optimizer", step.setting.world.device.type].by_kind
+    bytes_by_kind = ledger.peaks["optimizer", step.run.world.device.type].by_kind
     states = 2 * (bytes_by_kind.get(PARAMETERS, 0) + bytes_by_kind.get(OPTIMIZER, 0)) + bytes_by_kind.get(GRADIENTS, 0)
     return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
 
@@ -371,8 +371,8 @@ def _save(counts: _StepCounts, step: PlannedStep) -> int:
     """Copy a snapshot of every model to the host, as a save does before training goes on; return its bytes on disk."""
     ledger = counts.ledger
     before, ledger.phase = ledger.phase, "save"
-    snapshot = saved_snapshot(step.run, counts.random)
-    if step.setting.config.checkpoint.background:
+    snapshot = saved_snapshot(step.training, counts.random)
+    if step.run.config.checkpoint.background:
         with ledger.scope(CHECKPOINT):
             staged(snapshot, {})
     ledger.phase = before

@@ -36,13 +36,13 @@ from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import (
     CRITIC,
     PolicyEvaluation,
-    PolicyRun,
+    PolicyTraining,
     Sampler,
     offloaded,
     restored_afterwards,
 )
 from holdfast.training.rollout_memory import deal_memory
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
@@ -54,7 +54,7 @@ _TRAINING = ("forward", "backward", "optimizer", "critic")
 
 def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
     """Return what samples for, scores for and updates a policy."""
-    run = _run_of(step, config)
+    training = _run_of(step, config)
     section, group = config.rollout, config.rollout.group_size
     decode = sampling_of(
         step,
@@ -62,7 +62,7 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
         config.longest_context,
         rows=config.data.batch_size,
         group=group,
-        sampler=run.evaluation.sampler,
+        sampler=training.evaluation.sampler,
     )
     if config.environment is not None:
         turns = config.environment.max_turns
@@ -72,52 +72,52 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
             "environments, and the time that they take, are left out"
         )
 
-    def packed(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
+    def packed(training: PolicyTraining, rollout: Rollout) -> list[MiniBatch]:
         """Return one mini-batch of two micro-batches, which stands for all of a rollout."""
         with _disable_current_modes():  # splitting rows over ranks asks for numbers, which packs have
-            return [step.shortened(pack_rollout(run, rollout)[0])]
+            return [step.shortened(pack_rollout(training, rollout)[0])]
 
-    run.pack = packed
+    training.pack = packed
     rollout = _rollout(step, config)
     scoring = min(config.updates.mini_batches, len(rollout.facts))
     step.repeats |= dict.fromkeys(_SCORING, scoring)
     step.repeats |= dict.fromkeys(_TRAINING, scoring * config.updates.passes)
 
     def make() -> object:
-        with restored_afterwards(run.trained):
-            with offloaded(run):
+        with restored_afterwards(training.model):
+            with offloaded(training):
                 decode()
-            return learn(run, rollout)
+            return learn(training, rollout)
 
     return make
 
 
-def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
-    trained, objective = step.trained, policy_objective(config, step.setting)
-    trained.temperature = config.rollout.temperature
+def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyTraining:
+    model, objective = step.model, policy_objective(config, step.run)
+    model.temperature = config.rollout.temperature
     sampler = _sampler_of(step, config.rollout)
     evaluation = PolicyEvaluation(
-        sharded=trained,
+        model=model,
         objective=objective,
         sampler=sampler,
         score=lambda _: [],
-        images=image_side_of(config, trained.origin),
+        images=image_side_of(config, model.blueprint),
         prompt_sets=(),
     )
     reference = None
     if config.reference.kind != "none" and config.kl.coefficient > 0:
         reference = reference_of(step, config.reference, "kl")
     stream: Any = None
-    common = Run(trained=trained, evaluation=evaluation, stream=stream, source_names=(), observers=(), identity={})
-    run = PolicyRun(common=common, evaluation=evaluation, reference=reference)
+    common = Training(model=model, evaluation=evaluation, stream=stream, source_names=(), observers=(), identity={})
+    training = PolicyTraining(common=common, evaluation=evaluation, reference=reference)
     if config.critic is not None:
-        add_critic(run, config.critic, Live())
+        add_critic(training, config.critic, Live())
         critic = common.companions[CRITIC]
-        follow_model(step.ledger, critic.model)
+        follow_model(step.ledger, critic.module)
         step.companions[CRITIC] = critic
-        step.watch(critic.model)
+        step.watch(critic.module)
     _deal_memory(step, sampler, config.rollout, config.longest_context)
-    return run
+    return training
 
 
 def _rollout(step: PlannedStep, config: GRPOConfig) -> Rollout:
@@ -148,7 +148,7 @@ def _rollout(step: PlannedStep, config: GRPOConfig) -> Rollout:
         )
         for number in range(config.data.batch_size)
     ]
-    return made_up_rollout(groups, config, step.setting.ranks, of_all_ranks=True)
+    return made_up_rollout(groups, config, step.run.ranks, of_all_ranks=True)
 
 
 def sampling_of(
@@ -170,7 +170,7 @@ def sampling_of(
     if not isinstance(sampler.engine, InProcessEngine):
         step.notes.append(f"rollout: {_left_out(section)}")
         return lambda: None
-    own_rows = -(-rows // step.setting.ranks.size)
+    own_rows = -(-rows // step.run.ranks.size)
     slots = _rows_with_blocks(sampler.engine, section, prompt, group)
     at_once, completions = max(1, min(own_rows, slots // group)), min(group, slots)
     step.repeats["rollout"] = -(-own_rows // at_once) * -(-group // completions)
@@ -178,13 +178,13 @@ def sampling_of(
     requests = [Request(number, np.zeros(prompt, np.int64), tuple(range(completions))) for number in range(at_once)]
 
     def make() -> None:
-        with step.setting.phase("rollout"):
+        with step.run.phase("rollout"):
             engine.publish(sampler, step)
             engine.decode(requests)
-            bytes_by_kind = step.ledger.peaks["rollout", step.setting.world.device.type].by_kind
+            bytes_by_kind = step.ledger.peaks["rollout", step.run.world.device.type].by_kind
             read = bytes_by_kind.get(ROLLOUT_WEIGHTS, 0) + bytes_by_kind.get(CACHE, 0) / 4
             step.read_by_rollout = read * section.max_new_tokens * step.repeats["rollout"]
-            sampler.release(step.trained)
+            sampler.release(step.model)
 
     return make
 
@@ -224,12 +224,12 @@ def _sampler_of(step: PlannedStep, section: EngineConfig) -> Sampler:
     """Return the sampler of a run; no server is asked, and no code of the user's is run."""
     if not isinstance(section.engine, LocalEngineConfig):
         return Sampler(_ExternalEngine())
-    return Sampler(open_engine(step.trained, section))
+    return Sampler(open_engine(step.model, section))
 
 
 def _deal_memory(step: PlannedStep, sampler: Sampler, section: EngineConfig, context: int) -> None:
     others = step.companions.values()
-    deal_memory(sampler.engine, step.trained, section, context, companions=others, planned=True)
+    deal_memory(sampler.engine, step.model, section, context, companions=others, planned=True)
 
 
 def _left_out(section: EngineConfig) -> str:
@@ -273,7 +273,7 @@ class PlannedEngine:
 
         self._engine.update_weights = lambda tensors, version: take(counted(tensors), version)  # type: ignore[method-assign]
         try:
-            sampler.publish(step.trained)
+            sampler.publish(step.model)
             # The first publish gives the copy its memory, in parameters that were not there before.
             copy = named_parameters(self._engine._replica.model).values()
             self._ledger.name([parameter.data for parameter in copy], ROLLOUT_WEIGHTS)

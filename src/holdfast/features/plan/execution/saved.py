@@ -42,7 +42,7 @@ from holdfast.optim.state import collect
 from holdfast.optim.wrapped import NotSeparable, shards_of
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.policy.ahead import largest_ahead
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 from holdfast.training.saving.run_snapshot import Contents
 from holdfast.training.setup.optimizers import averages_of, build_optimizer, stacks_of, vocabulary_of
 from holdfast.types import host_values_from
@@ -58,15 +58,15 @@ def host_random_state() -> RandomState:
     return RandomState(random.getstate(), np.random.get_state(), torch.get_rng_state(), None)  # noqa: NPY002 - as saved
 
 
-def saved_snapshot(run: Run, state: RandomState) -> Snapshot:
+def saved_snapshot(training: Training, state: RandomState) -> Snapshot:
     """Return what a checkpoint of the run takes of its models and optimizers.
 
     Args:
-        run: With a model that has made a step.
+        training: With a model that has made a step.
         state: Stands for the random state, whose numbers nobody asks for.
     """
     with _disable_current_modes():  # the random state holds numbers
-        return Contents(run).tensors_alone(state)
+        return Contents(training).tensors_alone(state)
 
 
 def manifest_of(snapshot: Snapshot) -> Manifest:

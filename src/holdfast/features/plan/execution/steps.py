@@ -36,7 +36,7 @@ from holdfast.training.preference.run import (
     divergence,
     with_divergence,
 )
-from holdfast.training.run import Run, Setting, ShardedModel, Trained
+from holdfast.training.run import Model, Run, Training
 from holdfast.training.setup.begin import Live, trained_of
 from holdfast.training.setup.losses import preference_objective, supervised_objective
 from holdfast.training.setup.model import build_policy, image_side_of
@@ -51,11 +51,11 @@ _SIDE = 1024
 class PlannedStep:
     """The trained model of a planned run, its further models, and the counters of its step."""
 
-    setting: Setting
+    run: Run
     ledger: Ledger
     traffic: Traffic
-    trained: Trained
-    companions: dict[str, Trained] = field(default_factory=dict)
+    model: Model
+    companions: dict[str, Model] = field(default_factory=dict)
     """Further trained models, by the prefix of their tensors' names in checkpoints."""
     make: Callable[[], object] = lambda: None
     repeats: dict[str, int] = field(default_factory=dict)
@@ -67,16 +67,16 @@ class PlannedStep:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def all_trained(self) -> list[Trained]:
+    def all_trained(self) -> list[Model]:
         """All trained models: the model itself and, for example, a critic."""
-        return [self.trained, *self.companions.values()]
+        return [self.model, *self.companions.values()]
 
     @property
-    def run(self) -> Run:
+    def training(self) -> Training:
         """The run as its checkpoints need it; it writes no metrics and has no rows."""
         absent: Any = None
-        return Run(
-            trained=self.trained,
+        return Training(
+            model=self.model,
             evaluation=absent,
             stream=absent,
             source_names=(),
@@ -103,21 +103,21 @@ class PlannedStep:
         return replace(mini_batch, micro_batches=tuple(batches[:2]))
 
 
-def planned_step(setting: Setting, ledger: Ledger, traffic: Traffic) -> PlannedStep:
+def planned_step(run: Run, ledger: Ledger, traffic: Traffic) -> PlannedStep:
     """Build what a run's step needs.
 
     Raises:
         UserError: The run could not start.
     """
-    config = setting.config
-    origin = blueprint(config.model, setting.base, seed=config.seed, scorer=config.scores)
-    sharded = build_policy(setting, origin)
-    follow_model(ledger, sharded.model)
-    assert setting.without_numbers is not None
-    with setting.without_numbers():
-        trained = trained_of(sharded, config.steps)
-    step = PlannedStep(setting, ledger, traffic, trained)
-    step.watch(trained.model)
+    config = run.config
+    origin = blueprint(config.model, run.base, seed=config.seed, scorer=config.scores)
+    sharded = build_policy(run, origin)
+    follow_model(ledger, sharded.module)
+    assert run.without_numbers is not None
+    with run.without_numbers():
+        model = trained_of(sharded, config.steps)
+    step = PlannedStep(run, ledger, traffic, model)
+    step.watch(model.module)
     match config:
         case GRPOConfig():
             from holdfast.features.plan.execution.policy_steps import policy_step  # it needs what stands here
@@ -133,29 +133,29 @@ def planned_step(setting: Setting, ledger: Ledger, traffic: Traffic) -> PlannedS
 
 
 def _supervised(step: PlannedStep, config: SFTConfig) -> Callable[[], object]:
-    trained, objective = step.trained, supervised_objective(config.objective, step.setting)
-    images = image_side_of(config, trained.origin)
-    mini_batch = step.shortened(_rows(step, layout_of(trained, images), images))
+    model, objective = step.model, supervised_objective(config.objective, step.run)
+    images = image_side_of(config, model.blueprint)
+    mini_batch = step.shortened(_rows(step, layout_of(model, images), images))
 
     def make() -> object:
         if config.neftune_alpha is None:
-            return train_step(trained, mini_batch, objective)
-        with trained.model.noisy(config.neftune_alpha, seed=config.seed, step=trained.state.step):
-            return train_step(trained, mini_batch, objective)
+            return train_step(model, mini_batch, objective)
+        with model.module.noisy(config.neftune_alpha, seed=config.seed, step=model.state.step):
+            return train_step(model, mini_batch, objective)
 
     return make
 
 
 def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
-    trained, section = step.trained, config.preference
-    images = image_side_of(config, trained.origin)
-    layout = pair_layout(config, trained, images)
-    objective = preference_objective(section, step.setting)
+    model, section = step.model, config.preference
+    images = image_side_of(config, model.blueprint)
+    layout = pair_layout(config, model, images)
+    objective = preference_objective(section, step.run)
     reference = None
     if section.needs_reference and not config.reference.precompute:
         reference = reference_of(step, config.reference, "preference")
     evaluation = PreferenceEvaluation(
-        sharded=trained,
+        model=model,
         objective=objective,
         sets=(),
         takes_pairs=section.takes_pairs,
@@ -174,7 +174,7 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
     if not single_answers:
 
         def make() -> object:
-            return train_step(trained, compared_with_reference(evaluation, mini_batch), objective)
+            return train_step(model, compared_with_reference(evaluation, mini_batch), objective)
 
         return make
 
@@ -182,28 +182,28 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
         """Do what `compared_with_reference` does of single answers, whose sequences need not be laid anew here."""
         compared = mini_batch
         if reference is not None:
-            with step.setting.phase("reference"):
-                compared = scored(trained, reference, mini_batch, "reference_logprobs")
-        with step.setting.phase("divergence"):
+            with step.run.phase("reference"):
+                compared = scored(model, reference, mini_batch, "reference_logprobs")
+        with step.run.phase("divergence"):
             reference_batch = (
-                mini_batch if reference is None else scored(trained, reference, mini_batch, "reference_logprobs")
+                mini_batch if reference is None else scored(model, reference, mini_batch, "reference_logprobs")
             )
-            kl = divergence(trained, reference_batch.micro_batches)
-        return train_step(trained, with_divergence(compared, kl), objective)
+            kl = divergence(model, reference_batch.micro_batches)
+        return train_step(model, with_divergence(compared, kl), objective)
 
     return judge
 
 
 def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], object]:
-    student, section = step.trained, teacher_section(config)
+    student, section = step.model, teacher_section(config)
     teacher: Any = None
     if section is not None:
         twin = teacher_configuration(config, section, student)
-        model, notes = shape_of(twin.model, step.setting.base)
+        model, notes = shape_of(twin.model, step.run.base)
         step.notes += [f"teacher: {note}" for note in notes]
-        origin = blueprint(model, step.setting.base, seed=config.seed, tokenizer=student.origin.tokenizer)
-        setting = replace(step.setting, config=twin.model_copy(update={"model": model}))
-        teacher = frozen(step, setting, origin).model
+        origin = blueprint(model, step.run.base, seed=config.seed, tokenizer=student.blueprint.tokenizer)
+        run = replace(step.run, config=twin.model_copy(update={"model": model}))
+        teacher = frozen(step, run, origin).module
     objective: Objective = objective_of_rows(config, Teacher(teacher, teacher, ""))
     student.temperature = config.distill.temperature
     mini_batch = step.shortened(_rows(step, layout_of(student, "a distillation reads text alone"), ""))
@@ -218,19 +218,19 @@ def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], obje
         decode()
         compared = mini_batch
         if getattr(objective, "needs_teacher_logprobs", False) and teacher is not None:
-            with step.setting.phase("teacher"):
+            with step.run.phase("teacher"):
                 compared = scored(student, teacher, mini_batch, "teacher_logprobs")
         return train_step(student, compared, objective)
 
     return make
 
 
-def frozen(step: PlannedStep, setting: Setting, origin: Blueprint) -> ShardedModel:
+def frozen(step: PlannedStep, run: Run, origin: Blueprint) -> Model:
     """Return a model that is not trained, sharded like the run's own."""
-    sharded = build_policy(setting, origin, trained=False)
-    sharded.model.eval()
-    step.watch(sharded.model, REFERENCE)
-    return sharded
+    model = build_policy(run, origin, trained=False)
+    model.module.eval()
+    step.watch(model.module, REFERENCE)
+    return model
 
 
 def reference_of(step: PlannedStep, section: ReferenceConfig | ServerReferenceConfig, why: str) -> Any:
@@ -238,16 +238,16 @@ def reference_of(step: PlannedStep, section: ReferenceConfig | ServerReferenceCo
     if isinstance(section, ServerReferenceConfig):
         step.notes.append("reference: behind a server, which is not part of this plan")
         return None
-    reference = build_reference(step.trained, Live(), section, why=why)
+    reference = build_reference(step.model, Live(), section, why=why)
     if hasattr(reference, "parameters"):
         step.watch(reference, REFERENCE)
-    step.trained.following = following_of(reference, section)
+    step.model.following = following_of(reference, section)
     return reference
 
 
 def _rows(step: PlannedStep, layout: Layout, images: ImageSide | str) -> MiniBatch:
     """Return an update of rows that are all as long as a row may be."""
-    config = step.setting.config.data
+    config = step.run.config.data
     example = sequence(config.max_length)
     if isinstance(images, ImageSide):
         example, note = _with_image(example, images, config)
@@ -276,7 +276,7 @@ def _with_image(example: Example, images: ImageSide, config: TextConfig) -> tupl
 
 def _answers(step: PlannedStep, layout: Layout, *, pairs: bool) -> MiniBatch:
     """Return an update of pairs, or of single answers; half of each sequence is its prompt."""
-    config = step.setting.config.data
+    config = step.run.config.data
     head = config.max_length // 2
     columns = {name: np.zeros(config.max_length, dtype) for name, dtype in layout.columns.items()}
     answer = sequence(config.max_length, head, columns)
@@ -293,7 +293,7 @@ def assembled_batch(
     step: PlannedStep, draws: Sequence[Sequence[Example]], layout: Layout, *, head: int = 0
 ) -> MiniBatch:
     """Return this rank's micro-batches of an update whose sequences are all at hand."""
-    ranks, candidates, examples = step.setting.ranks, [], {}
+    ranks, candidates, examples = step.run.ranks, [], {}
     for draw, sequences in enumerate(draws):
         for position, example in enumerate(sequences):
             examples[draw, position] = replace(example, sample_id=draw * len(sequences) + position, prompt_id=draw)
@@ -301,4 +301,4 @@ def assembled_batch(
             candidates.append(
                 SequenceInfo(draw, position, example.tokens.size, example.trained_tokens, ranks.rank, head, inputs)
             )
-    return assemble(Candidates(examples, candidates), ranks, step.setting.config.data, layout)
+    return assemble(Candidates(examples, candidates), ranks, step.run.config.data, layout)

@@ -19,7 +19,7 @@ from holdfast.features.rescue.reading.record import ForeignCheckpoint
 from holdfast.files import read_json
 from holdfast.models.setup.model import configured
 from holdfast.text.shortening import shortened
-from holdfast.training.run import Run
+from holdfast.training.run import Training
 
 _MEANS_NOTHING = re.compile(
     r"(^|\.)(_.*|transformers_version|(torch_)?dtype|architectures|use_cache|\w+_token_id|initializer_range|output_\w+"
@@ -32,13 +32,13 @@ _MOST = 4
 _ADAPTERS = "adapter_config.json"
 
 
-def compare_configurations(checkpoint: ForeignCheckpoint, run: Run) -> list[str]:
+def compare_configurations(checkpoint: ForeignCheckpoint, training: Training) -> list[str]:
     """Compare configurations, and of adapters their scale; return what cannot be compared and matters.
 
     Raises:
         CheckpointMismatch: The run would compute something else with these weights.
     """
-    lora = run.setting.config.model.lora
+    lora = training.run.config.model.lora
     notes = [] if lora is None else _compare_adapters(checkpoint, lora)
     if checkpoint.model_files is None:
         return notes
@@ -46,7 +46,7 @@ def compare_configurations(checkpoint: ForeignCheckpoint, run: Run) -> list[str]
         source_config, _ = configured(ModelConfig(path=str(checkpoint.model_files)), checkpoint.model_files)
     except (ModelError, OSError, RuntimeError, ValueError):
         return notes  # a finding says so already
-    differing = list(_differences(source_config.to_dict(), run.trained.origin.original_config.to_dict()))
+    differing = list(_differences(source_config.to_dict(), training.model.blueprint.original_config.to_dict()))
     if differing:
         more = f"; and {len(differing) - _MOST} more" if len(differing) > _MOST else ""
         raise CheckpointMismatch(

@@ -45,7 +45,7 @@ from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.mesh import World
 from holdfast.training import directory
 from holdfast.training.randomness import seed_rank
-from holdfast.training.run import Run, TrainState
+from holdfast.training.run import Training, TrainState
 from holdfast.training.saving.leases import RunLeases
 from holdfast.training.saving.resume import IMPORTED
 from holdfast.training.saving.run_snapshot import fingerprints_of, run_assets
@@ -87,48 +87,48 @@ def import_run(
         refuse_untold_order(checkpoint, "weights", "optimizer")
     step = _step(checkpoint, options)
     refuse_without_weights(checkpoint, config, base)
-    run = weightless_run(config, base, world)
-    if directory.is_run(run.setting.directory):
+    training = weightless_run(config, base, world)
+    if directory.is_run(training.run.directory):
         raise ConfigError(
-            f"{run.setting.directory} is a run already, and an import begins one. Give another name: run.name in the "
+            f"{training.run.directory} is a run already, and an import begins one. Give another name: run.name in the "
             "file."
         )
-    model_state = hold(run.trained.model)
-    notes = compare_configurations(checkpoint, run)
-    align(checkpoint, {*model_state.parameters, *model_state.buffers}, tied_names(run.trained.model))
+    model_state = hold(training.model.module)
+    notes = compare_configurations(checkpoint, training)
+    align(checkpoint, {*model_state.parameters, *model_state.buffers}, tied_names(training.model.module))
     if not checkpoint.states:
-        return _import_weights(run, checkpoint, step, notes)
-    snapshot = _snapshot(run, checkpoint, step)
-    _refuse_misfit(run, checkpoint, snapshot, step)
+        return _import_weights(training, checkpoint, step, notes)
+    snapshot = _snapshot(training, checkpoint, step)
+    _refuse_misfit(training, checkpoint, snapshot, step)
     notes += [*_repairs(checkpoint), *_without_state(checkpoint)]
-    notes += _set_position(run, checkpoint, step, options)
-    return ImportResult(_write_run(run, checkpoint, snapshot, step), notes)
+    notes += _set_position(training, checkpoint, step, options)
+    return ImportResult(_write_run(training, checkpoint, snapshot, step), notes)
 
 
-def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: list[str]) -> ImportResult:
+def _import_weights(training: Training, checkpoint: ForeignCheckpoint, step: int, notes: list[str]) -> ImportResult:
     """Write weights alone as what they are: a checkpoint that a run begins from, and that none resumes.
 
     Raises:
         ConfigError, CheckpointMismatch, CheckpointCorrupt: As `import_run`.
     """
-    target = run.setting.directory.with_name(f"{run.setting.directory.name}-weights")
+    target = training.run.directory.with_name(f"{training.run.directory.name}-weights")
     if target.exists():
         raise ConfigError(f"{target} is there already, and nothing is overwritten. Give another run.name in the file.")
-    names = run.trained.parameters
+    names = training.model.parameters
     snapshot = _snapshot_of(
         {
             MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read)
             for name, tensor in checkpoint.weights.items()
         },
         frozenset(MODEL + name for name, value in names.items() if value.requires_grad),
-        run,
+        training,
     )
-    _refuse_misfit(run, checkpoint, snapshot, step)
+    _refuse_misfit(training, checkpoint, snapshot, step)
     storage = open_storage(str(target))
     deviation = f"weights {_origin(checkpoint)}"
     about = About(run_id="", step=step, versions=versions(), deviations=(deviation,))
     try:
-        commit(snapshot, storage, about, run.setting.ranks, name=step_name(step))
+        commit(snapshot, storage, about, training.run.ranks, name=step_name(step))
         verify_checkpoint(storage, step_name(step), "files")
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
@@ -177,34 +177,34 @@ def _step(checkpoint: ForeignCheckpoint, options: ImportOptions) -> int:
     return step
 
 
-def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Snapshot:
+def _snapshot(training: Training, checkpoint: ForeignCheckpoint, step: int) -> Snapshot:
     """Return what will be written; its tensors have no memory until they are."""
-    states = planned_states(checkpoint, run.trained.optimizer, run.trained.parameters)
+    states = planned_states(checkpoint, training.model.updater, training.model.parameters)
     planned = {
         MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read)
         for name, tensor in checkpoint.weights.items()
     }
     planned |= {f"{OPTIM}{name}.{slot}": tensor for name, slots in states.items() for slot, tensor in slots.items()}
-    seed_rank(run.setting.config.seed, 0, deterministic=run.setting.config.determinism, step=step)
+    seed_rank(training.run.config.seed, 0, deterministic=training.run.config.determinism, step=step)
     trained = {name for group in checkpoint.groups for name in group.names} | set(checkpoint.states)
-    snapshot = _snapshot_of(planned, frozenset(MODEL + name for name in trained), run)
+    snapshot = _snapshot_of(planned, frozenset(MODEL + name for name in trained), training)
     by_name = {
         name: {slot: snapshot.tensors[f"{OPTIM}{name}.{slot}"] for slot in slots} for name, slots in states.items()
     }
     return replace(
         snapshot,
-        optimizer=described_state(checkpoint, run.trained.optimizer, by_name),
+        optimizer=described_state(checkpoint, training.model.updater, by_name),
         rank_state={"random": random_state_as_json(random_state())},
         contents=("model", "optimizer", "trainer", "rank"),
     )
 
 
-def _snapshot_of(planned: Mapping[str, PlannedTensor], trained: frozenset[str], run: Run) -> Snapshot:
+def _snapshot_of(planned: Mapping[str, PlannedTensor], trained: frozenset[str], training: Training) -> Snapshot:
     """Return a snapshot of tensors that are read when they are written."""
     return Snapshot(
         tensors={name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in planned.items()},
         trained=trained,
-        ties=hold(run.trained.model).ties,
+        ties=hold(training.model.module).ties,
         optimizer=None,
         rank_state={},
         shared={},
@@ -224,7 +224,7 @@ def _reader(name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return read_finite
 
 
-def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> None:
+def _refuse_misfit(training: Training, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> None:
     """Compare with the run as its own resume will.
 
     Raises:
@@ -235,36 +235,34 @@ def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, 
         for name, value in snapshot.tensors.items()
     }
     manifest = Manifest("", step, snapshot.contents, {}, entries, optimizer=described_optimizers(snapshot))
-    resume = run.setting.config.checkpoint.resume
+    resume = training.run.config.checkpoint.resume
     declared = Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
-    trained = run.trained
-    optimizer = None if snapshot.optimizer is None else trained.optimizer
-    refused = plan_part(
-        Part("", trained.model, trained.parameters, optimizer), manifest, declared, "live"
-    ).match.refused
+    model = training.model
+    optimizer = None if snapshot.optimizer is None else model.optimizer
+    refused = plan_part(Part("", model.module, model.parameters, optimizer), manifest, declared, "live").match.refused
     if refused:
-        raise CheckpointMismatch(refusal(str(checkpoint.path), [*refused[:3], *_hints(run, checkpoint)]))
+        raise CheckpointMismatch(refusal(str(checkpoint.path), [*refused[:3], *_hints(training, checkpoint)]))
 
 
-def _hints(run: Run, checkpoint: ForeignCheckpoint) -> Iterator[str]:
+def _hints(training: Training, checkpoint: ForeignCheckpoint) -> Iterator[str]:
     """Yield what a file of the run would have to say, where most of a misfit has one cause."""
     dtypes = {str(weight.dtype).removeprefix("torch.") for weight in checkpoint.weights.values()}
-    if len(dtypes) == 1 and dtypes != {run.setting.config.model.dtype}:
+    if len(dtypes) == 1 and dtypes != {training.run.config.model.dtype}:
         yield f"model.dtype: {dtypes.pop()} would fit its weights"
-    names = run.trained.parameters
+    names = training.model.parameters
     frozen = sorted(name for name in names if name in checkpoint.weights and name not in checkpoint.states)
     here = [name for name in frozen if names[name].requires_grad]
     if here and checkpoint.states:
         yield f"it trained {len(checkpoint.states)} parameters; model.freeze must name the others, such as {here[0]}"
 
 
-def _set_position(run: Run, checkpoint: ForeignCheckpoint, step: int, options: ImportOptions) -> list[str]:
+def _set_position(training: Training, checkpoint: ForeignCheckpoint, step: int, options: ImportOptions) -> list[str]:
     """Put the run at a step and its rows where they stood; return what to say of it.
 
     Raises:
         ConfigError: The position is not stated, and the rows were not to begin anew.
     """
-    run.trained.state = TrainState(step=step, updates=step)
+    training.model.state = TrainState(step=step, updates=step)
     notes = []
     if options.data_from_start:
         notes.append("data: the rows begin anew (--data-from-start)")
@@ -274,19 +272,19 @@ def _set_position(run: Run, checkpoint: ForeignCheckpoint, step: int, options: I
             "anew; rows that were trained on come again. Nothing was written."
         )
     else:
-        cursor, note = _cursor(run, checkpoint, checkpoint.position)
-        run.stream.load_state(run.stream.state() | {"cursor": asdict(cursor)})
+        cursor, note = _cursor(training, checkpoint, checkpoint.position)
+        training.stream.load_state(training.stream.state() | {"cursor": asdict(cursor)})
         notes.append(note)
-    return [*notes, *_compare_rates(run, checkpoint, step)]
+    return [*notes, *_compare_rates(training, checkpoint, step)]
 
 
-def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tuple[Cursor, str]:
+def _cursor(training: Training, checkpoint: ForeignCheckpoint, position: Position) -> tuple[Cursor, str]:
     """Return where the rows go on, and words about it.
 
     Raises:
         ConfigError: A position in rows says nothing here.
     """
-    data, size = run.setting.config.data, run.stream.state()["sizes"]
+    data, size = training.run.config.data, training.stream.state()["sizes"]
     total_rows = None if None in size else sum(size)
     if data.packing == "wrapped" or (total_rows is None and (position.epoch or position.share)):
         raise ConfigError(
@@ -339,9 +337,9 @@ def _rows_done(position: Position, batch_size: int, total_rows: int) -> int:
     return round((position.share or 0.0) * total_rows)
 
 
-def _compare_rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
+def _compare_rates(training: Training, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
     """Compare the learning rates there and here."""
-    optim, total = run.setting.config.optim, run.setting.config.steps
+    optim, total = training.run.config.optim, training.run.config.steps
     source_rate = rate_of(checkpoint)
     if source_rate is None or (optim.schedule.needs_last_step and total is None):
         return []
@@ -349,34 +347,34 @@ def _compare_rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[s
     return [f"learning rate: {source_rate:g} there, {rate:g} for the next step here (optim.lr and optim.schedule)"]
 
 
-def _write_run(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> str:
+def _write_run(training: Training, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> str:
     """Write a checkpoint and its run's directory; return the checkpoint's path."""
-    setting, config = run.setting, run.setting.config
+    run, config = training.run, training.run.config
     lost = [finding.text for finding in checkpoint.of_kind("loss")]
     source = {"system": checkpoint.system, "path": str(checkpoint.path), "step": step}
-    assets = dict(run_assets(run)) | {PARENT: json.dumps({IMPORTED: source}, sort_keys=True).encode()}
+    assets = dict(run_assets(training)) | {PARENT: json.dumps({IMPORTED: source}, sort_keys=True).encode()}
     shared = {
-        "state": run.trained.state.as_plain(),
-        "stream": run.stream.state(),
+        "state": training.model.state.as_plain(),
+        "stream": training.stream.state(),
         IMPORTED: {**source, "lost": lost},
     }
-    storage = open_storage(directory.checkpoint_place(setting.directory, config))
-    leases = RunLeases(setting.directory, storage, lambda _: None)
+    storage = open_storage(directory.checkpoint_place(run.directory, config))
+    leases = RunLeases(run.directory, storage, lambda _: None)
     with ExitStack() as stack:
         leases.take(stack)
         try:
-            directory.create(setting.directory, config, config.verb, None, {IMPORTED: source})
+            directory.create(run.directory, config, config.verb, None, {IMPORTED: source})
             about = About(
-                run_id=directory.run_id(setting.directory),
+                run_id=directory.run_id(run.directory),
                 step=step,
                 versions=versions(),
                 deviations=(_origin(checkpoint),),
-                fingerprints=fingerprints_of(run),
+                fingerprints=fingerprints_of(training),
             )
             complete = replace(snapshot, shared=shared, assets=assets)
-            commit(complete, storage, about, setting.ranks, name=step_name(step))
+            commit(complete, storage, about, run.ranks, name=step_name(step))
             verify_checkpoint(storage, step_name(step), "files")
-            directory.note_saved(setting.directory, step)
+            directory.note_saved(run.directory, step)
         except BaseException:
             leases.remove()
             raise

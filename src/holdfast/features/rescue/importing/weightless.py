@@ -25,7 +25,7 @@ from holdfast.training.fingerprints import (
     image_fingerprints,
     is_fingerprinted,
 )
-from holdfast.training.run import Evaluation, Run, Setting, Trained
+from holdfast.training.run import Evaluation, Model, Run, Training
 from holdfast.training.setup.begin import Live, RunSetup, begin, read_ahead
 from holdfast.training.setup.losses import supervised_objective
 from holdfast.training.setup.model import make_plan, unplaced_policy
@@ -43,7 +43,7 @@ class BatchlessStream(BatchStream[Any, Any]):
         raise NotImplementedError
 
 
-def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
+def weightless_run(config: TrainingConfig, base: Path, world: World) -> Training:
     """Return a run at step 0; nothing has been written, and no weight is read.
 
     Raises:
@@ -53,36 +53,36 @@ def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
     if config.checkpoint.frozen == "auto":  # what is imported may have other frozen weights than model.path
         saving = config.checkpoint.model_copy(update={"frozen": "save"})
         config = config.model_copy(update={"checkpoint": saving})
-    setting = Setting.of(config, base, world)
-    started = begin(setting, Live())
-    fingerprint_base_of_adapters(setting)
+    run = Run.of(config, base, world)
+    started = begin(run, Live())
+    fingerprint_base_of_adapters(run)
     origin = blueprint(config.model, base, seed=config.seed, scorer=config.scores)
     if is_fingerprinted(config):
-        fingerprint_once(origin.directory, setting.ranks)
-    policy, _ = unplaced_policy(setting, origin)
+        fingerprint_once(origin.directory, run.ranks)
+    policy, _ = unplaced_policy(run, origin)
     without_memory(policy)
     parameters = sharded_parameters(policy)
-    optimizer = optimizer_of(setting, parameters, policy)
-    trained = Trained(
-        setting=setting,
-        origin=origin,
+    optimizer = optimizer_of(run, parameters, policy)
+    model = Model(
+        run=run,
+        blueprint=origin,
         plan=make_plan(config, policy, 1, "cpu"),
-        model=policy,
+        module=policy,
         optimizer=optimizer,
         averages=None,
         parameters=parameters,
         total_steps=None,
         cost=cost_of(policy, origin),
     )
-    stream = _rows(setting, started)
-    marks = image_fingerprints(setting, stream, origin)
-    return Run(
-        trained=trained,
-        evaluation=Evaluation(sharded=trained, objective=supervised_objective(NLLConfig(), setting)),
-        stream=read_ahead(setting, stream, None),
+    stream = _rows(run, started)
+    marks = image_fingerprints(run, stream, origin)
+    return Training(
+        model=model,
+        evaluation=Evaluation(model=model, objective=supervised_objective(NLLConfig(), run)),
+        stream=read_ahead(run, stream, None),
         source_names=(),
         observers=(),
-        identity=identity(setting, stream, origin, marks),
+        identity=identity(run, stream, origin, marks),
     )
 
 
@@ -120,12 +120,10 @@ def without_memory(model: nn.Module) -> None:
             module.register_parameter(name, replacements[id(parameter)])
 
 
-def _rows(setting: Setting, started: RunSetup) -> BatchlessStream:
+def _rows(run: Run, started: RunSetup) -> BatchlessStream:
     def tokenise(*_: Any) -> Any:
         raise NotImplementedError
 
-    config = setting.config
-    reader: Any = CandidateReader(
-        training_reader(config, started.data), tokenise, setting.ranks, row_filter(setting), None
-    )
+    config = run.config
+    reader: Any = CandidateReader(training_reader(config, started.data), tokenise, run.ranks, row_filter(run), None)
     return BatchlessStream(reader, config.data)
