@@ -186,7 +186,7 @@ def rank_of_rollouts(shape: Shape, _: str) -> None:
         engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
         meter, times = Meter(), []
         for number in range(shape.steps):
-            stream: Any = training.common.stream
+            stream: Any = training.stream
             batch = stream.next(number, 2)
             prompts = batch.own_prompts[:1]
             training.model.state.updates = number  # new weights, as far as the engine can know

@@ -124,7 +124,7 @@ def opened(
 
 def loop(world: Any, folder: Path) -> float:
     """Return milliseconds of CPU per turn."""
-    from holdfast.training.policy.rollouts import next_rollout
+    from holdfast.recipes.grpo import next_rollout
 
     with ExitStack() as stack:
         run = opened(stack, world, folder, [8])
@@ -159,8 +159,7 @@ def one(run: Any) -> tuple[float, float, int]:
 
     A turn is cut, so the template ends it, unless its last token happened to be the end: sizes differ by some tokens.
     """
-    from holdfast.recipes.grpo import learn
-    from holdfast.training.policy.rollouts import next_rollout
+    from holdfast.recipes.grpo import learn, next_rollout
 
     began = time.process_time()
     rollout = next_rollout(run)

@@ -86,8 +86,9 @@ def run_arm(arm: str, device: str) -> None:
             if update == WARM_UP:
                 meter.begin_peak(whole=device == "cuda")
             copied, began = offload.copied_bytes if offload else 0, meter.seconds()
-            metrics = sft_step(training)
-            assert metrics is not None
+            made = sft_step(training)
+            assert made is not None
+            metrics = made.read().metrics
             if update >= WARM_UP:
                 seconds.append(meter.seconds() - began)
             losses.append(metrics["loss"])

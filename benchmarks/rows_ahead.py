@@ -180,7 +180,7 @@ class Neighbour:
 
 def measure(kind: str, updates: int) -> tuple[Round, float, float]:
     """Return the wall seconds of updates by arm, and the CPU seconds of an update alone and of preparing a batch."""
-    from holdfast.training.step import start_step
+    from holdfast.training.step import train_step
 
     total = len(ARMS) * (updates + WARM_UP)
     neighbour = Neighbour(kind, total)
@@ -202,7 +202,7 @@ def measure(kind: str, updates: int) -> tuple[Round, float, float]:
             if kind == "launches":
                 batch = few
             begun, used = time.perf_counter(), time.process_time()
-            start_step(run.trained, batch, run.evaluation.objective, source_names=run.source_names).read()
+            train_step(run.trained, batch, run.evaluation.objective, source_names=run.source_names).read()
             if turn >= WARM_UP:
                 seconds[arm].append(time.perf_counter() - begun)
                 if arm == "alone":

@@ -170,7 +170,7 @@ def _part(path: Path) -> str:
 # -- how far a run walks
 
 OPENS = {
-    "step": ("recipes/sft.py:start_sft_step", "recipes/grpo.py:grpo_step"),
+    "step": ("recipes/sft.py:sft_step", "recipes/grpo.py:grpo_step"),
     "save": ("training/saving/checkpoints.py:Checkpoints._begin",),
     "resume": ("training/saving/resume.py:go_on",),
 }

@@ -74,8 +74,9 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
     copied_before = offload.copied_bytes if offload else 0  # checks before step 1 run passes too
     losses, norms, forwards, lines = [], [], [], []
     for _ in range(steps):
-        metrics = sft_step(training)
-        assert metrics is not None
+        update = sft_step(training)
+        assert update is not None
+        metrics = update.read().metrics
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
         forwards.append(metrics["data/micro_batches"])

@@ -49,7 +49,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str
     for _ in range(steps):
         line = grpo_step(training)
         assert line is not None
-        assert training.common.is_whole
+        assert training.is_whole
         lines.append(line)
         policies.append(whole(training.model.module))
         critics.append(whole(training.critic.module))

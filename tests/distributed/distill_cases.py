@@ -49,25 +49,25 @@ def settings(student: Path, teacher: Path, /, **sections: Any) -> dict[str, Any]
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict[str, Any]:
     """Train and return metrics, gradients, parameters, the texts of every step, and what became of the teacher."""
     training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    gradients = recorded_gradients(training.common.model)
+    gradients = recorded_gradients(training.model)
     texts: list[dict[int, Text]] = []
 
     def read(module: Any, args: Any) -> None:
         texts[-1] |= {one.sample_id: (one.tokens.tolist(), one.loss_mask.tolist()) for one in unpack(args[0])}
 
-    training.common.model.module.register_forward_pre_hook(read)
+    training.model.module.register_forward_pre_hook(read)
     lines = []
     for _ in range(steps):
         texts.append({})
         metrics = distill_step(training)
         assert metrics is not None
         lines.append(metrics)
-    parameters = sharded_parameters(training.common.model.module)
+    parameters = sharded_parameters(training.model.module)
     teacher = sharded_parameters(training.evaluation.teacher.model)
     placed = {(isinstance(value, DTensor), value.requires_grad, value.grad is None) for value in teacher.values()}
     held = sum(value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in teacher.values())
     everyone = [
-        {number: text for part in training.common.run.ranks.gather(of_step) for number, text in part.items()}
+        {number: text for part in training.run.ranks.gather(of_step) for number, text in part.items()}
         for of_step in texts
     ]
     return {
@@ -85,12 +85,12 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict
 def abandoned(world: World, tree: dict[str, Any], rows: Any) -> tuple[dict[str, Any], dict[str, Any], float]:
     """Leave a step while the student writes; return where the stream stood before and after, and the next loss."""
     training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    before = training.common.stream.state()
-    training.common.run.interrupted = lambda: world.rank == world.size - 1
+    before = training.stream.state()
+    training.run.interrupted = lambda: world.rank == world.size - 1
     with pytest.raises(StepAbandoned):
         distill_step(training)
-    after = training.common.stream.state()
-    training.common.run.interrupted = lambda: False
+    after = training.stream.state()
+    training.run.interrupted = lambda: False
     line = distill_step(training)
     assert line is not None
     return before, after, line["loss"]
@@ -103,7 +103,7 @@ def measured(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> d
     return {
         "lines": lines,
         "evaluated": evaluate_distilled(training.evaluation),
-        "mark": training.common.identity["model"]["teacher"],
+        "mark": training.identity["model"]["teacher"],
     }
 
 
@@ -111,7 +111,7 @@ def spoiled_after_a_step(world: World, tree: dict[str, Any], rows: Any, faults: 
     """Make a step, spoil the teacher's server, and make another."""
     training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     distill_step(training)
-    training.common.run.ranks.gather(None)
+    training.run.ranks.gather(None)
     Path(faults).write_text(fault)
     distill_step(training)
 

@@ -17,12 +17,11 @@ from holdfast.errors import RunStopped
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.recipes.grpo import grpo_step, learn
+from holdfast.recipes.grpo import grpo_step, learn, next_rollout
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.episodes import check_environments, open_environments
 from holdfast.training.policy.experience import samples_of
-from holdfast.training.policy.rollouts import next_rollout
 from holdfast.training.setup.begin import Live
 
 Row = tuple[int, list[int], list[bool], float, int]

@@ -20,7 +20,7 @@ from holdfast.parallel.activations import offload_of
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.recipes.grpo import grpo_step
+from holdfast.recipes.grpo import grpo_step, next_rollout
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, generate
 from holdfast.training.policy.build import build_policy_run
@@ -28,7 +28,6 @@ from holdfast.training.policy.experience import with_advantages
 from holdfast.training.policy.metrics import rollout_metrics
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
-from holdfast.training.policy.rollouts import next_rollout
 from holdfast.training.rollout_memory import copy_bytes, layout_bytes, shared_by_ranks
 from holdfast.training.run import StepAbandoned
 from holdfast.training.setup.begin import Live
@@ -208,7 +207,7 @@ def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> dict[
 
     training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))
     grpo_step(training)
-    before = training.common.stream.state()
+    before = training.stream.state()
     training.run.interrupted = lambda: world.rank == world.size - 1  # one rank alone hears of it
     left = False
     try:
@@ -218,7 +217,7 @@ def leave_and_make_again(world: World, tree: dict[str, Any], rows: Any) -> dict[
     training.run.interrupted = lambda: False
     state = {
         "left": left,
-        "stream": training.common.stream.state() == before,
+        "stream": training.stream.state() == before,
         "step": training.model.state.step,
         "scored": len(seen),
     }

@@ -83,7 +83,8 @@ def learn(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         return {name: full_tensor(value).clone().numpy() for name, value in found.items()}
 
     start, before = parameters(), probe(training.model.module)
-    lines = [sft_step(training) or {} for _ in range(steps)]
+    made = [sft_step(training) for _ in range(steps)]
+    lines = [dict(update.read().metrics) for update in made if update is not None]
     after = probe(training.model.module)
     with adapters_off(training.model.module):
         off = probe(training.model.module)

@@ -81,9 +81,9 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
 def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict[str, Any]:
     """Train and return metrics, gradients, final parameters, how often models were called, and the phases timed."""
     training = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    gradients = recorded_gradients(training.common.model)
+    gradients = recorded_gradients(training.model)
     calls = {"policy": 0, "reference": 0}
-    _count(training.common.model.module, calls, "policy")
+    _count(training.model.module, calls, "policy")
     if isinstance(training.evaluation.reference, PolicyModel):
         _count(training.evaluation.reference, calls, "reference")
     lines, forwards = [], []
@@ -94,30 +94,29 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         lines.append(metrics)
         forwards.append({name: calls[name] - before[name] for name in calls})
     final = {
-        name: full_tensor(p).double().numpy().copy()
-        for name, p in sharded_parameters(training.common.model.module).items()
+        name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(training.model.module).items()
     }
-    timed = {name.removeprefix("timing/") for name in training.common.run.log.clock.read()}
+    timed = {name.removeprefix("timing/") for name in training.run.log.clock.read()}
     return {"lines": lines, "gradients": gradients, "parameters": final, "forwards": forwards, "timed": timed}
 
 
 def scored_while_training(world: World, tree: dict[str, Any], rows: Any) -> dict[str, np.ndarray]:
     """Return what the policy and its reference say of the first update's tokens, the policy twice."""
     training = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    assert training.common.model.module.training
-    mini_batch = training.common.stream.next(1)
+    assert training.model.module.training
+    mini_batch = training.stream.next(1)
     assert mini_batch is not None
     models = {
-        "policy": training.common.model.module,
-        "again": training.common.model.module,
+        "policy": training.model.module,
+        "again": training.model.module,
         "reference": training.evaluation.reference,
     }
     found = {}
     for name, model in models.items():
         assert model is not None
-        batches = scored(training.common.model, model, mini_batch, "said").micro_batches
+        batches = scored(training.model, model, mini_batch, "said").micro_batches
         found[name] = np.concatenate([batch.per_token["said"].flatten().numpy() for batch in batches])
-    assert training.common.model.module.training
+    assert training.model.module.training
     return found
 
 

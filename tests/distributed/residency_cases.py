@@ -34,15 +34,14 @@ def held(tensors: Iterable[Tensor]) -> int:
 def parameters_of(training: PolicyTraining) -> int:
     """Return the bytes that a rank holds of the parameters of policy and critic."""
     return sum(
-        held(sharded_parameters(each.module).values())
-        for each in (training.model, *training.common.companions.values())
+        held(sharded_parameters(each.module).values()) for each in (training.model, *training.companions.values())
     )
 
 
 def states_of(training: PolicyTraining) -> int:
     """Return the bytes of optimizer states and averages."""
     found = [] if training.model.averages is None else list(training.model.averages.tensors.values())
-    for each in (training.model, *training.common.companions.values()):
+    for each in (training.model, *training.companions.values()):
         found += [value for state in each.optimizer.state.values() for value in state.values()]
     return held(value for value in found if isinstance(value, Tensor))
 
@@ -93,7 +92,7 @@ def run_and_watch(world: World, tree: dict[str, Any], rows: Any, action: str = "
 
     error = ""
     try:
-        fit(training.common, partial(step, training), partial(evaluate_policy, training.evaluation))
+        fit(training, partial(step, training), partial(evaluate_policy, training.evaluation))
     except ValueError as raised:
         error = str(raised)
     times = sorted({name for name in training.run.log.clock.read() if name.endswith("_host")})

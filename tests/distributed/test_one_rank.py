@@ -59,7 +59,8 @@ def updated(world: World, tree: dict[str, Any], updates: int) -> dict[str, Any]:
     """Make updates; return what they are known by, and how the model was run."""
     training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
     model = training.model.module
-    lines = [sft_step(training) for _ in range(updates)]
+    made = [sft_step(training) for _ in range(updates)]
+    lines = [update.read().metrics for update in made if update is not None]
     return {
         "lines": [(line["loss"], line["grad_norm"], line["data/micro_batches"]) for line in lines if line],
         "parameters": {name: numbers(value) for name, value in sharded_parameters(model).items()},

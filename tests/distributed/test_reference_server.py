@@ -257,6 +257,6 @@ def spoiled_after_a_step(world: Any, tree: dict[str, Any], rows: Any, faults: st
 
     training = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     dpo_step(training)
-    training.common.run.ranks.gather(None)
+    training.run.ranks.gather(None)
     Path(faults).write_text(fault)
     dpo_step(training)

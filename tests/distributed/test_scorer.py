@@ -237,8 +237,7 @@ def test_adapters_of_a_reward_model_resume_export_merged_and_alone_and_start_ano
 def started(world: World, values: dict[str, Any]) -> dict[str, Any]:
     training = build_preference_run(run_from_mapping(values), Path(), world, Live(rows=ROWS))
     return {
-        name: full_tensor(value).numpy().copy()
-        for name, value in sharded_parameters(training.common.model.module).items()
+        name: full_tensor(value).numpy().copy() for name, value in sharded_parameters(training.model.module).items()
     }
 
 

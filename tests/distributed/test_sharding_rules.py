@@ -197,7 +197,7 @@ def poisoned_steps(world: World, directory: str, bad_steps: list[int]) -> dict[s
         example = Example(0, 0, ids, mask, per_token={"bad": np.full(8, float(bad))})
         batch = MiniBatch((pack([example], [Share(1.0, 7.0)], dtype=torch.float64),), 14.0, 2, 16, 14)
         try:
-            metrics = train_step(training.model, batch, training.evaluation.objective).metrics
+            metrics = train_step(training.model, batch, training.evaluation.objective).read().metrics
         except RunStopped as error:
             stopped = str(error)
             break
@@ -229,7 +229,7 @@ def empty_step(world: World, directory: str) -> dict[str, Any]:
     training = build_run(from_mapping(settings(directory), SFTConfig), Path.cwd(), world, Live(rows=rows_of(8)))
     before = {name: full_tensor(p).clone() for name, p in sharded_parameters(training.model.module).items()}
     mini_batch = MiniBatch((pack([], [], dtype=torch.float64),) * 2, 0.0, 0, 0, 0)
-    metrics = train_step(training.model, mini_batch, training.evaluation.objective).metrics
+    metrics = train_step(training.model, mini_batch, training.evaluation.objective).read().metrics
     after = {name: full_tensor(p) for name, p in sharded_parameters(training.model.module).items()}
     return {
         "loss": metrics["loss"],

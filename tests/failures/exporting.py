@@ -96,8 +96,9 @@ def hand_on(world: World, directory: str, folder: str) -> dict[str, Any]:
     checkpoint.save(f"{folder}/checkpoints/step-00000001", training.model.module, training.model.optimizer)
     probe(training.model.module)
     place = export_run(training, "last")
-    metrics = sft_step(training)
-    assert metrics is not None
+    update = sft_step(training)
+    assert update is not None
+    metrics = update.read().metrics
     return {"place": place, "next": metrics["loss"]}
 
 
@@ -110,8 +111,9 @@ def straight_on(world: World, directory: str) -> float:
     )
     training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
     sft_step(training)
-    metrics = sft_step(training)
-    assert metrics is not None
+    update = sft_step(training)
+    assert update is not None
+    metrics = update.read().metrics
     return metrics["loss"]
 
 

@@ -34,7 +34,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.reports import Failure
 from holdfast.parallel.mesh import World, agree_on_device
 from holdfast.recipes.grpo import grpo
-from holdfast.recipes.sft import start_sft_step
+from holdfast.recipes.sft import sft_step
 from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
 from holdfast.training.setup.begin import Live, build_run
@@ -341,7 +341,7 @@ def rows_that_a_thread_cannot_read(world: World, place: str) -> None:
     if world.rank == 1:
         reader: Any = built.stream._stream.rows
         reader._tokenise = no_memory
-    fit(built, partial(start_sft_step, built), partial(evaluate, built.evaluation))
+    fit(built, partial(sft_step, built), partial(evaluate, built.evaluation))
 
 
 def step_before_step_1(world: World, place: str) -> None:

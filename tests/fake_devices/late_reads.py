@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def main(ranks: str) -> None:
     from holdfast.features.plan.execution import steps
     from holdfast.features.plan.execution.execute import execute
     from holdfast.features.plan.records import RankSpec
-    from holdfast.training.step import Update, start_step
+    from holdfast.training.step import train_step
     from holdfast.types import host_values_from
     from tests.fake_devices.cases import RUNS, tree
     from tests.trees import run_from_mapping
@@ -35,17 +36,17 @@ def main(ranks: str) -> None:
             order.append(reason)
         return np.ones(tuple(tensor.shape))
 
-    def two_updates(*arguments: Any) -> Update:
+    def two_updates(*arguments: Any) -> Any:
         order.clear()
         with host_values_from(answer):
             started = []
             for _ in range(2):
-                started.append(start_step(*arguments))
+                started.append(train_step(*arguments))
                 order.append("started")
             for update in started:
-                last = update.read()
+                update.read()
                 order.append("read")
-        return last
+        return SimpleNamespace(read=lambda: None)
 
     setattr(steps, "train_step", two_updates)  # noqa: B010 - the name that the module imported
     averaged = tree(optim={"lr": 1e-3, "schedule": "constant", "ema": {"decay": 0.9}})

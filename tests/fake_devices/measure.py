@@ -43,13 +43,13 @@ def peaks(world: World, values: dict[str, Any]) -> tuple[int, int]:
     own = {place: example for place, example in examples.items() if place[0] % world.size == world.rank}
     mini_batch = assemble(Candidates(own, known), training.run.ranks, config.data, layout_of(model))
     for _ in range(2):
-        train_step(model, mini_batch, training.evaluation.objective)
+        train_step(model, mini_batch, training.evaluation.objective).read()
     states = [value for state in model.optimizer.state.values() for value in state.values()]
     tensors = [*sharded_parameters(model.module).values(), *model.module.buffers(), *states]
     parts = [part for each in tensors if isinstance(each, torch.Tensor) for part in plain_tensors(each)]
     before = sum(part.untyped_storage().nbytes() for part in parts)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        train_step(model, mini_batch, training.evaluation.objective)
+        train_step(model, mini_batch, training.evaluation.objective).read()
     return before, before + _most(profiler)
 
 

@@ -259,10 +259,10 @@ def test_the_layer_of_scores_is_no_matrix_of_muons(pools: Any, tmp_path: Path) -
 
 def algorithms_of_scorer(world: World, tree: dict[str, Any], rows: Any) -> dict[str, str]:
     training = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    names = {id(value): name for name, value in sharded_parameters(training.common.model.module).items()}
+    names = {id(value): name for name, value in sharded_parameters(training.model.module).items()}
     return {
         names[id(value)]: group["algorithm"]
-        for group in training.common.model.optimizer.param_groups
+        for group in training.model.optimizer.param_groups
         for value in group["params"]
     }
 

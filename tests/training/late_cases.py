@@ -17,7 +17,7 @@ from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
 from holdfast.training.run import StepAbandoned, Training
 from holdfast.training.setup.begin import build_run
-from holdfast.training.step import StartedUpdate, Update, start_step
+from holdfast.training.step import Update, UpdateNumbers, train_step
 
 
 def fit_run(
@@ -28,7 +28,7 @@ def fit_run(
     fails_at: int | None = None,
     abandoned_at: int | None = None,
     fails_to_evaluate: bool = False,
-    made: Callable[[StartedUpdate], StartedUpdate] = lambda update: update,
+    made: Callable[[Update], Update] = lambda update: update,
 ) -> Any:
     """Fit a run in which steps, counted from 1, meet something.
 
@@ -42,7 +42,7 @@ def fit_run(
         made: Returns what the loop gets of an update.
     """
 
-    def step() -> StartedUpdate | None:
+    def step() -> Update | None:
         number = training.model.state.step + 1
         with training.run.phase("data"):
             mini_batch = training.stream.next(number - 1)
@@ -55,7 +55,7 @@ def fit_run(
         if number == abandoned_at:
             os.kill(os.getpid(), signal.SIGTERM)
             raise StepAbandoned
-        return made(start_step(training.model, mini_batch, training.evaluation.objective))
+        return made(train_step(training.model, mini_batch, training.evaluation.objective))
 
     def measure(interrupted: Any) -> dict[str, float]:
         if fails_to_evaluate:
@@ -78,12 +78,12 @@ def run_each(world: World, several: list[tuple[dict[str, Any], dict[str, Any]]],
 
 
 @dataclass
-class NotedUpdate(StartedUpdate):
+class NotedUpdate(Update):
     """An update that notes how many steps were made when its numbers were read."""
 
     reads: list[tuple[int, int]] = field(default_factory=list)
 
-    def read(self) -> Update:
+    def read(self) -> UpdateNumbers:
         """Note the update's step and the steps that were made, and return the metrics."""
         self.reads.append((self.step, self.model.state.step))
         return super().read()

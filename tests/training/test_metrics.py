@@ -169,7 +169,7 @@ def first_update(world: World, values: dict[str, Any]) -> tuple[dict[str, float]
         for example in unpack(micro_batch)
     ]
     names = built.source_names
-    return train_step(built.model, mini_batch, built.evaluation.objective, source_names=names).metrics, held
+    return train_step(built.model, mini_batch, built.evaluation.objective, source_names=names).read().metrics, held
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

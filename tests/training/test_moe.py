@@ -71,7 +71,7 @@ def first_update(world: World, values: dict[str, Any]) -> tuple[list[list[int]],
     assert mini_batch is not None
     mine = [example.tokens.tolist() for batch in mini_batch.micro_batches for example in unpack(batch)]
     sequences = [tokens for part in built.run.ranks.gather(mine) for tokens in part]
-    return sequences, train_step(built.model, mini_batch, built.evaluation.objective).metrics
+    return sequences, train_step(built.model, mini_batch, built.evaluation.objective).read().metrics
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import length_metrics, mismatch_spread, of_several_updates
+from holdfast.training.step import UpdateNumbers
 from holdfast.types import Finish
 
 
@@ -44,13 +45,13 @@ def test_the_least_and_the_most_clipped_update_of_a_step_are_told() -> None:
         {"clip_ratio/low_mean": (0.0, 0.0), "clip_ratio/high_mean": (0.0, 0.0)},
     ]
 
-    assert of_several_updates([{}, {}, {}], sums) == {
+    assert of_several_updates([UpdateNumbers({}, each) for each in sums]) == {
         "clip_ratio/low_mean": 0.3,
         "clip_ratio/high_mean": 0.25,
         "clip_ratio/low_min": 0.2,
         "clip_ratio/high_max": 0.3,
     }
-    assert of_several_updates([{"loss": 1.0}], [{"loss": (3.0, 2.0)}]) == {"loss": 1.5}
+    assert of_several_updates([UpdateNumbers({"loss": 1.0}, {"loss": (3.0, 2.0)})]) == {"loss": 1.5}
 
 
 def spread(world: World, log_ratios: NDArray[np.float32], counts: list[int]) -> dict[str, float]:

@@ -37,7 +37,7 @@ def steps_at_the_wait(world: World, values: dict[str, Any]) -> dict[str, Any]:
             if step == 1:
                 for batch in mini_batch.micro_batches:
                     batch.weights.fill_(float("nan"))
-            update = train_step(training.model, mini_batch, training.evaluation.objective)
+            update = train_step(training.model, mini_batch, training.evaluation.objective).read()
             norms.append(update.metrics["grad_norm"])
             skipped.append(update.metrics["optim/skipped_steps"])
     weights = [local_part(value.detach()).double().sum().item() for value in training.model.parameters.values()]

@@ -55,7 +55,7 @@ def built(
 def bits(training: PolicyTraining) -> dict[str, bytes]:
     """Return everything of a run, and of its critic, that a step changes."""
     found = {"draws": torch.get_rng_state().numpy().tobytes(), "state": repr(training.model.state.as_plain()).encode()}
-    for name, each in {"": training.model, **training.common.companions}.items():
+    for name, each in {"": training.model, **training.companions}.items():
         for parameter, value in sharded_parameters(each.module).items():
             found[f"{name}/{parameter}"] = local_part(value.detach()).contiguous().view(torch.uint8).numpy().tobytes()
         for number, state in enumerate(each.optimizer.state.values()):
@@ -68,12 +68,12 @@ def bits(training: PolicyTraining) -> dict[str, bytes]:
 
 
 NOT_OF_THE_RUN = (
-    "run.common.evaluation.sampler.",  # the engine's copy of the weights, which the next rollout publishes anew
-    "run.common.trained.setting.log.peaks.",  # the most memory that was seen, and
-    "run.common.trained.setting.log.clock.",  # where time went
-    "run.common.trained.setting.world.failure.",  # the phase that this rank is in
-    "run.common.companions.critic.setting.log.peaks.",
-    "run.common.companions.critic.setting.log.clock.",
+    "run.evaluation.sampler.",  # the engine's copy of the weights, which the next rollout publishes anew
+    "run.evaluation.model.run.log.peaks.",  # the most memory that was seen, and
+    "run.evaluation.model.run.log.clock.",  # where time went
+    "run.evaluation.model.run.world.failure.",  # the phase that this rank is in
+    "run.companions.critic.run.log.peaks.",
+    "run.companions.critic.run.log.clock.",
 )
 
 

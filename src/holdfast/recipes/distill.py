@@ -28,12 +28,12 @@ from holdfast.training.step import train_step
 def distill(config: DistillConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
     training = build_distillation_run(config, base, world, live)
-    return fit(training.common, partial(distill_step, training), partial(evaluate_distilled, training.evaluation))
+    return fit(training, partial(distill_step, training), partial(evaluate_distilled, training.evaluation))
 
 
 def distill_step(training: DistillTraining) -> dict[str, float] | None:
     """Let the student write, or take the rows' answers, and make one update; None when the data has ended."""
-    student, stream, writing = training.common.model, training.common.stream, training.writing
+    student, stream, writing = training.model, training.stream, training.writing
     before = stream.state()
     with student.run.phase("data"):
         mini_batch = stream.next(student.state.step)
@@ -48,4 +48,4 @@ def distill_step(training: DistillTraining) -> dict[str, float] | None:
             stream.load_state(before)  # its rows are read again after a resume
             raise
     mini_batch = compared_with_teacher(student, training.evaluation.teacher.model, objective, mini_batch)
-    return train_step(student, mini_batch, objective, source_names=training.common.source_names).metrics
+    return train_step(student, mini_batch, objective, source_names=training.source_names).read().metrics

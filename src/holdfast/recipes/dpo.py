@@ -31,15 +31,15 @@ def dpo(config: DPOConfig, base: Path, world: World, live: Live | None = None) -
 
 def train_preferences(training: PreferenceTraining) -> Outcome:
     """Train, evaluate and export a run on preferences."""
-    return fit(training.common, partial(dpo_step, training), partial(evaluate_preferences, training.evaluation))
+    return fit(training, partial(dpo_step, training), partial(evaluate_preferences, training.evaluation))
 
 
 def dpo_step(training: PreferenceTraining) -> dict[str, float] | None:
     """Ask the reference, and make one update; None when the data has ended."""
-    policy = training.common.model
+    policy = training.model
     with policy.run.phase("data"):
-        mini_batch = training.common.stream.next(policy.state.step)
+        mini_batch = training.stream.next(policy.state.step)
     if mini_batch is None:
         return None
     mini_batch = compared_with_reference(training.evaluation, mini_batch)
-    return with_margins(train_step(policy, mini_batch, training.evaluation.objective).metrics)
+    return with_margins(train_step(policy, mini_batch, training.evaluation.objective).read().metrics)

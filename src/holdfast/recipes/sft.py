@@ -1,7 +1,7 @@
 """Supervised fine-tuning.
 
-A batch of sequences, the negative log-likelihood of their trained tokens, one optimizer update. What is averaged over
-is the batch's business (`data.average`), what counts as a trained token the row's (`loss_mask`).
+A step takes a batch of sequences and makes one update that raises the likelihood of their trained tokens. The row says
+which tokens are trained (`loss_mask`), and `data.average` what the loss is averaged over.
 """
 
 from __future__ import annotations
@@ -16,23 +16,17 @@ from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.run import Training
 from holdfast.training.setup.begin import Live, build_run
-from holdfast.training.step import StartedUpdate, start_step
+from holdfast.training.step import Update, train_step
 
 
 def sft(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
     training = build_run(config, base, world, live)
-    return fit(training, partial(start_sft_step, training), partial(evaluate, training.evaluation))
+    return fit(training, partial(sft_step, training), partial(evaluate, training.evaluation))
 
 
-def sft_step(training: Training) -> dict[str, float] | None:
-    """Make one update and return its metrics; None when the data has ended."""
-    started = start_sft_step(training)
-    return None if started is None else started.read().metrics
-
-
-def start_sft_step(training: Training) -> StartedUpdate | None:
-    """Make one update, without waiting for its numbers; None when the data has ended."""
+def sft_step(training: Training) -> Update | None:
+    """Make one update, whose numbers the device may still compute; None when the data has ended."""
     model, config = training.model, training.run.config
     assert isinstance(config, SFTConfig)
     with training.run.phase("data"):
@@ -43,4 +37,4 @@ def start_sft_step(training: Training) -> StartedUpdate | None:
     if config.neftune_alpha is not None:
         noise = model.module.noisy(config.neftune_alpha, seed=config.seed, step=model.state.step)
     with noise:
-        return start_step(model, mini_batch, training.evaluation.objective, source_names=training.source_names)
+        return train_step(model, mini_batch, training.evaluation.objective, source_names=training.source_names)

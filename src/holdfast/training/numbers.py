@@ -1,40 +1,97 @@
-"""The numbers of a step: those of its update, which may still be on the device, and those that the host measures."""
+"""The numbers of steps, which a device may still compute while the next step begins, and the measurements of a host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import psutil
 import torch
 
 from holdfast.metrics.throughput import peak_flops
-from holdfast.training.run import Run, Training
-from holdfast.training.step import StartedUpdate
+from holdfast.training.run import Logbook, Run, Training
+from holdfast.training.step import Update
 from holdfast.types import Batch
 
 
 @dataclass
 class StepNumbers:
-    """The numbers of a step, which the device may still be computing."""
+    """The numbers of one step."""
 
     step: int
     line: dict[str, float]
-    """Those that the host has."""
-    update: StartedUpdate | None
-    """Has the others, until they are read."""
+    """Numbers that the host has."""
+    update: Update | None
+    """Has the other numbers; None once they are read."""
     batches: list[Batch]
-    """Of the step, to be recorded if it is a spike."""
+    """Batches of the step, to be recorded if it is a spike."""
 
     def read(self) -> dict[str, float]:
         """Return all numbers.
 
         Raises:
-            RunStopped: As `StartedUpdate.read`.
+            RunStopped: As `Update.read`.
         """
         if self.update is not None:
-            self.line = self.update.read().metrics | self.line
+            self.line = {**self.update.read().metrics, **self.line}
             self.update = None
         return self.line
+
+
+@dataclass
+class NumbersOfSteps:
+    """The numbers of the last steps: read when something waits for them, and reported in their order.
+
+    Args:
+        log: Takes the batches of the step that is reported.
+        report: Takes a line of numbers and its step.
+    """
+
+    log: Logbook
+    report: Callable[[dict[str, float], int], None]
+    line: dict[str, float] = field(default_factory=dict)
+    """Metrics of the step that was read last, its evaluation included."""
+    _pending: list[StepNumbers] = field(default_factory=list)
+    """Steps that are not reported; more than one only while one is being read."""
+
+    def add(self, step: int, result: dict[str, float] | Update, epoch: float) -> None:
+        """Take the result of a step, and report the step before it."""
+        update = result if isinstance(result, Update) else None
+        known = result.known if isinstance(result, Update) else result
+        self._pending.append(StepNumbers(step, {**known, "epoch": epoch}, update, list(self.log.batches)))
+        self.log.batches.clear()
+        self.report_read(keep=1)
+        if update is None:
+            self.read()
+
+    @property
+    def last(self) -> dict[str, float]:
+        """Numbers of the last step that the host has; more can be added until they are reported."""
+        return self._pending[-1].line
+
+    @property
+    def waits(self) -> bool:
+        """Whether the numbers of the last step are still to be read."""
+        return self._pending[-1].update is not None
+
+    def read(self) -> dict[str, float]:
+        """Return the numbers of the last step; a step whose numbers end the run is not reported.
+
+        Raises:
+            RunStopped: As `Update.read`.
+        """
+        numbers = self._pending.pop()
+        self.line = numbers.read()
+        self._pending.append(numbers)
+        return self.line
+
+    def report_read(self, *, keep: int = 0) -> None:
+        """Read and report the steps that are pending, all but the last `keep`."""
+        while len(self._pending) > keep:
+            numbers = self._pending.pop(0)
+            self.line = numbers.read()
+            self.log.batches[:] = numbers.batches
+            self.report(self.line, numbers.step)
 
 
 def measurements(training: Training, line: dict[str, float]) -> dict[str, float]:

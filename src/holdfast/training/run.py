@@ -1,8 +1,8 @@
 """The records that make up a run. They hold data and do little; steps are functions that take them as arguments.
 
-A `Run` has the configuration, the folder, the ranks and the log. A `Model` adds a module with its plan and counters, and
-an optimizer where `train_step` updates it. An `Evaluation` has a model, its loss and its evaluation sets. A `Training`
-has an evaluation of the model that is trained, and a stream of batches.
+A `Run` has the configuration, the folder, the ranks and the log. A `Model` adds a module with its plan and counters,
+and an optimizer where `train_step` updates it. An `Evaluation` has a model, its loss and its evaluation sets. A
+`Training` has the evaluation of a trained model, and a stream of batches.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class EvaluationSet:
 class Model:
     """A model on its ranks: module, plan, blueprint and counters, and what updates it where it is trained.
 
-    `begin.trained` gives a model the optimizer and all fields behind it; a frozen model has the defaults.
+    `give_optimizer` sets the optimizer and the fields behind it; a frozen model has the defaults.
     """
 
     run: Run
@@ -280,11 +280,10 @@ class AheadOfStep(Protocol):
 
 @dataclass(kw_only=True)
 class Training:
-    """The parts of every run: a trained model, its evaluation, and the stream of its batches."""
+    """The parts of every training: an evaluation of the trained model, and the stream of its batches."""
 
-    model: Model
     evaluation: Evaluation
-    """Of the trained model."""
+    """Of the model that is trained."""
     stream: StreamAhead[Any]
     source_names: tuple[str, ...]
     """Data sources that get a loss of their own in the metrics."""
@@ -301,8 +300,13 @@ class Training:
     """Results for the next step that are computed while a step updates; None if there are none."""
 
     @property
+    def model(self) -> Model:
+        """The model that is trained."""
+        return self.evaluation.model
+
+    @property
     def run(self) -> Run:
-        """Where the run takes place."""
+        """The run's configuration, folder, ranks and log."""
         return self.model.run
 
     @property

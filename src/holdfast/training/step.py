@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,39 +29,37 @@ from holdfast.training.run import Model
 from holdfast.types import Batch, HostCopy, LossSum, MiniBatch
 
 
-@dataclass(frozen=True)
-class Update:
-    """The metrics of an update, equal on every rank, and this rank's log-probabilities."""
+class UpdateNumbers(NamedTuple):
+    """The numbers of an update, equal on every rank."""
 
     metrics: dict[str, float]
     sums: Mapping[str, tuple[float, float]]
     """(total, denominator) over all ranks of the metrics that are means."""
-    logprobs: tuple[Tensor, ...] = ()
-    """[N] of this rank's scored tokens before the update, micro-batch by micro-batch, detached."""
 
 
 @dataclass
-class StartedUpdate:
-    """An update of which the host knows that it was made or skipped, and its numbers, once it has read them.
+class Update:
+    """An update that was made or skipped, and its numbers, for which the device may still be waited.
 
     The counters of skipped updates count it when it is read; updates are read in their order.
     """
 
     model: Model
     numbers: HostCopy
-    """Total and denominator of each sum, and what routers sent to experts."""
+    """Total and denominator of each sum, and the loads of experts."""
     names: tuple[str, ...]
-    """Of the sums; one is the square of the gradient norm."""
+    """Names of the sums; one is the square of the gradient norm."""
     known: dict[str, float]
-    """Metrics that the host knows already."""
+    """Metrics that need no device."""
     step: int
     """Steps of the model when the update was made, its own included if it ends one."""
     ends_step: bool
     was_updating: bool
     logprobs: tuple[Tensor, ...] = ()
+    """[N] of this rank's scored tokens before the update, micro-batch by micro-batch, detached."""
 
-    def read(self) -> Update:
-        """Return the update's metrics, once; on a GPU this waits until the device has made it.
+    def read(self) -> UpdateNumbers:
+        """Return the update's numbers, once; on a GPU this waits until the device has made it.
 
         Raises:
             RunStopped: Too many updates in a row were skipped.
@@ -91,7 +90,7 @@ class StartedUpdate:
             **self.known,
             **dict(zip(_LOADS, values[2 * len(self.names) :], strict=False)),
         }
-        return Update(metrics, sums, self.logprobs)
+        return UpdateNumbers(metrics, sums)
 
 
 _CAST_NUMBERS = 2**24
@@ -109,7 +108,11 @@ def train_step(
     source_names: Sequence[str] = (),
     ends_step: bool = True,
 ) -> Update:
-    """Make one update of a model, and wait for its numbers.
+    """Make one update of a model; its numbers are read by `Update.read`, which may wait for the device.
+
+    A mini-batch without a trained token has loss 0 and still runs every collective. An update whose gradient norm is
+    not finite is skipped on all ranks and counted. An update whose gradient is exactly zero, as when all rewards of a
+    step are equal, is not made either: the momentum of Adam would move the weights without a gradient.
 
     Args:
         model: The model to update.
@@ -117,26 +120,7 @@ def train_step(
         objective: The loss.
         source_names: Data sources whose losses are reported separately, if there are several.
         ends_step: False if more updates belong to this step; no checkpoint can be taken before the last of them.
-
-    A mini-batch without a trained token has loss 0 and still runs every collective. An update whose gradient norm is
-    not finite is skipped on all ranks and counted. An update whose gradient is exactly zero, as when all rewards of a
-    step are equal, is not made either: the momentum of Adam would move the weights without a gradient.
-
-    Raises:
-        RunStopped: Too many updates in a row were skipped.
     """
-    return start_step(model, mini_batch, objective, source_names=source_names, ends_step=ends_step).read()
-
-
-def start_step(
-    model: Model,
-    mini_batch: MiniBatch,
-    objective: Objective,
-    *,
-    source_names: Sequence[str] = (),
-    ends_step: bool = True,
-) -> StartedUpdate:
-    """Make one update as `train_step` does, without waiting for its numbers where the optimizer does not need them."""
     factor = learning_rate_factor(model.run.config.optim.schedule, model.state.step, model.total_steps)
     factor *= model.rate_on_plateau
     group_rates = set_learning_rates(model.updater, factor)
@@ -175,15 +159,15 @@ def start_step(
     model.restore()
     host = model.host_steps
     with model.run.phase("optimizer"), nullcontext() if host is None else host.in_place(model.updater):
-        started = _update(model, sums, loads, mini_batch, ends_step=ends_step)
-    started.known = {**rates, "num_tokens": float(model.state.tokens), **mini_batch.metrics}
-    started.logprobs = tuple(logprobs)
-    return started
+        update = _update(model, sums, loads, mini_batch, ends_step=ends_step)
+    update.known = {**rates, "num_tokens": float(model.state.tokens), **mini_batch.metrics}
+    update.logprobs = tuple(logprobs)
+    return update
 
 
 def _update(
     model: Model, sums: dict[str, Tensor], loads: Tensor | None, mini_batch: MiniBatch, *, ends_step: bool
-) -> StartedUpdate:
+) -> Update:
     parameters = [parameter for group in model.updater.param_groups for parameter in group["params"]]
     give_zero_gradients(parameters)
     gradients = local_gradients(parameters)
@@ -201,7 +185,7 @@ def _update(
         _end_step(model)
     state.tokens += mini_batch.tokens
     state.samples += mini_batch.samples
-    return StartedUpdate(model, numbers, tuple(reduced), {}, state.step, ends_step, was_updating)
+    return Update(model, numbers, tuple(reduced), {}, state.step, ends_step, was_updating)
 
 
 def _make(

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.config.sections.optim import PlateauSchedule
-from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER
+from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER, METRICS, read_metrics
 from holdfast.training.run import PLATEAU_FACTOR, Model, Training, TrainState
 
 STOP, PLATEAU = "stop_when", "plateau"
 OWED = "evaluation_owed"
 """Key in the state of a run that stopped before a deciding evaluation was complete; the next start makes it."""
-MADE_LATER = "evaluation_made_later"
-"""The event of a start that made it, with where metrics stand since."""
 
 
 def is_end(stopped: str | None) -> bool:
@@ -124,15 +122,26 @@ def owe(training: Training, line: Mapping[str, float]) -> None:
         training.model.state.watched[OWED] = 1.0
 
 
-def standings(training: Training) -> dict[str, dict[str, Any]]:
-    """Return where all metrics stand, by the name of the model beside the run's own, which has none."""
-    return {name: dict(model.state.watched) for name, model in {"": training.model, **training.companions}.items()}
+def owes_evaluation(training: Training) -> bool:
+    """Return whether an evaluation of the present step is left to make; all ranks call this together.
+
+    A start that makes an owed evaluation reports it, and saves nothing if the run ends with it. The starts that follow
+    take its numbers from metrics.jsonl.
+    """
+    if training.model.state.watched.get(OWED):
+        reported = training.run.ranks.on_first_rank(lambda: _reported_evaluation(training))
+        if all(section.metric in reported for _, section in _followed(training) if _is_evaluated(section.metric)):
+            watch_metric(training, reported, due=True)
+    return bool(training.model.state.watched.get(OWED))
 
 
-def set_standings(training: Training, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let all metrics stand as `standings` had them."""
-    for name, model in {"": training.model, **training.companions}.items():
-        model.state.watched = dict(values.get(name, model.state.watched))
+def _reported_evaluation(training: Training) -> dict[str, float]:
+    """Return the evaluation of the present step in metrics.jsonl; {} where it has none."""
+    path, step = training.run.directory / METRICS, training.model.state.step
+    lines = read_metrics(path) if path.exists() else []
+    values = {name: value for line in lines if line.get("step") == step for name, value in line.items()}
+    evaluated = {name: value for name, value in values.items() if _is_evaluated(name)}
+    return {name: math.nan if value is None else float(value) for name, value in evaluated.items()}
 
 
 def _without_half_an_evaluation(training: Training, names: list[str], line: Mapping[str, float]) -> Mapping[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,10 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.features.forensics.replay import _Rebuilt
 from holdfast.parallel.mesh import World
-from holdfast.training.run import Training
 from holdfast.training.setup.begin import build_run
 from tests.checkpoint.test_used_bytes import CountingStorage
 from tests.crash.runs import values_of
 from tests.training.cases import run
-
-
-@dataclass
-class OfAPolicy:
-    """What a policy's run has besides a run."""
-
-    common: Training
-
-    @property
-    def setting(self) -> Any:
-        return self.common.run
 
 
 def gone_back(world: World, place: str) -> tuple[Counter[str], int, dict[str, int]]:
@@ -37,7 +24,7 @@ def gone_back(world: World, place: str) -> tuple[Counter[str], int, dict[str, in
     built = build_run(from_mapping(values, SFTConfig), Path(place), world)
     checkpoints = Path(place) / "r" / "checkpoints"
     storage = CountingStorage(checkpoints)
-    _Rebuilt(OfAPolicy(built), storage).go_to(3)  # type: ignore[arg-type]
+    _Rebuilt(built, storage).go_to(3)  # type: ignore[arg-type]
     sizes = {path.name: path.stat().st_size for path in (checkpoints / step_name(3)).rglob("*") if path.is_file()}
     return storage.counts, built.model.state.step, sizes
 

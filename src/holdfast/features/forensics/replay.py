@@ -145,8 +145,8 @@ class _Rebuilt:
         name, ranks = step_name(step), self.training.run.ranks
         manifest = named_manifest(self.storage, name, ranks)
         choice = ResumeChoice(name, manifest, f"weights of step {step}")
-        resume(self.training.common, self.storage, choice, ranks, manifest.run_id)
-        resume_forms(self.training.common)
+        resume(self.training, self.storage, choice, ranks, manifest.run_id)
+        resume_forms(self.training)
 
 
 def _has(storage: Storage, step: int) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.config.verbs.distill import DistillConfig, JSDConfig
+from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import Tokenise, prompt_tokeniser
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
@@ -30,8 +31,16 @@ from holdfast.training.other_models.server import ScoringServer
 from holdfast.training.other_models.teacher import Teacher, build_teacher
 from holdfast.training.policy.run import Sampler
 from holdfast.training.rollout_memory import deal_memory
-from holdfast.training.run import Run
-from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, evaluation_sets, run_of
+from holdfast.training.run import Identity, Run
+from holdfast.training.setup.begin import (
+    Live,
+    RunSetup,
+    begin,
+    begin_evaluation,
+    build_model,
+    evaluation_sets,
+    training_of,
+)
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.rows import (
     OpenedData,
@@ -59,27 +68,36 @@ def build_distillation_run(
     run = Run.of(config, base, world)
     setup = begin(run, live or Live())
     evaluation = _evaluation(config, setup)
-    student = evaluation.model
-    layout = layout_of(student, _BLIND)
-    tokenise = run.ranks.on_all_ranks(lambda: _tokeniser(config, run, student.blueprint, setup.data))
-    stream = run.ranks.on_all_ranks(lambda: training_stream(run, setup.data, tokenise, layout))
-    common = run_of(setup, evaluation, stream)
+    layout = layout_of(evaluation.model, _BLIND)
+    with run.ranks.together():
+        tokenise = _tokeniser(config, run, evaluation.model.blueprint, setup.data)
+        stream = training_stream(run, setup.data, tokenise, layout)
+    training = DistillTraining(**vars(training_of(setup, evaluation, stream)))
+    training.identity = _with_teacher(config, evaluation.teacher, training.identity)
+    if config.rollout is not None:
+        training.writing = _writing(config, evaluation, layout)
+    return training
+
+
+def _with_teacher(config: DistillConfig, teacher: Teacher, identity: Identity) -> Identity:
+    """Return fingerprints with those of the teacher, and of the loss."""
     rollout = None if config.rollout is None else config.rollout.model_dump(mode="json", include=_SAMPLED_BY)
     loss = {"distill": config.distill.model_dump_json(), "rollout": json.dumps(rollout, sort_keys=True)}
-    common.identity = {
-        **common.identity,
-        "model": {**common.identity["model"], "teacher": evaluation.teacher.mark},
-        "objective": {**common.identity["objective"], **loss},
+    return {
+        **identity,
+        "model": {**identity["model"], "teacher": teacher.mark},
+        "objective": {**identity["objective"], **loss},
     }
-    training = DistillTraining(common=common, evaluation=evaluation)
-    if config.rollout is not None:
-        context = config.data.max_length - config.rollout.max_new_tokens
-        sampler = Sampler(open_engine(student, config.rollout))
-        deal_memory(sampler.engine, training.common.model, config.rollout, context)
-        of_samples = objective_of_samples(config, evaluation.teacher)
-        seed = config.seed if config.rollout.seed is None else config.rollout.seed
-        training.writing = StudentSampling(sampler, config.rollout, seed, layout, of_samples)
-    return training
+
+
+def _writing(config: DistillConfig, evaluation: DistillEvaluation, layout: Layout) -> StudentSampling:
+    """Open the engine that samples from the student."""
+    section, student = config.rollout, evaluation.model
+    assert section is not None
+    sampler = Sampler(open_engine(student, section))
+    deal_memory(sampler.engine, student, section, config.data.max_length - section.max_new_tokens)
+    seed = config.seed if section.seed is None else section.seed
+    return StudentSampling(sampler, section, seed, layout, objective_of_samples(config, evaluation.teacher))
 
 
 def build_distillation_evaluation(config: DistillConfig, base: Path, world: World) -> DistillEvaluation:
@@ -130,9 +148,10 @@ def _beta(config: DistillConfig) -> float:
 
 
 def _look_at_rows(config: DistillConfig, setup: RunSetup, origin: Blueprint) -> None:
-    run, data, ranks = setup.run, setup.data, setup.run.ranks
-    tokenise = ranks.on_all_ranks(lambda: _tokeniser(config, run, origin, data))
-    of_sets = ranks.on_all_ranks(lambda: evaluation_tokenisers(run, origin.tokenizer, data, _BLIND))
+    run, data = setup.run, setup.data
+    with run.ranks.together():
+        tokenise = _tokeniser(config, run, origin, data)
+        of_sets = evaluation_tokenisers(run, origin.tokenizer, data, _BLIND)
     check_first_rows(run, data, tokenise, of_sets)
 
 

@@ -57,13 +57,10 @@ class StudentSampling:
 
 
 @dataclass(kw_only=True)
-class DistillTraining:
-    """Everything a step touches."""
+class DistillTraining(Training):
+    """The parts of distillation."""
 
-    common: Training
-    """What every run has."""
     evaluation: DistillEvaluation
-    """Of the student that is trained."""
     writing: StudentSampling | None = None
     """None where the student learns from the answers of rows alone."""
 
@@ -74,7 +71,7 @@ def completed(training: DistillTraining, writing: StudentSampling, mini_batch: M
     Raises:
         StepAbandoned: A rank was asked to stop; the same on all ranks.
     """
-    student = training.common.model
+    student = training.model
     run, ranks, step = student.run, student.run.ranks, student.state.step
     prompts = _prompts(ranks, mini_batch)
     indices = range(writing.rollout.group_size)

@@ -4,7 +4,7 @@ written."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +32,18 @@ from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.episodes import episodes_of
 from holdfast.training.policy.reward_columns import refuse_absent_columns
-from holdfast.training.policy.run import PolicyEvaluation, PolicyTraining, PromptSet, Sampler, Score, note_what_stays
+from holdfast.training.policy.run import (
+    Episodes,
+    PolicyEvaluation,
+    PolicyTraining,
+    PromptSet,
+    Sampler,
+    Score,
+    note_what_stays,
+)
 from holdfast.training.rollout_memory import deal_memory
 from holdfast.training.run import Model, Run
-from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
+from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, training_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
@@ -71,40 +79,24 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     Raises:
         UserError: Anything that can be known now; the same error on all ranks.
     """
-    live = live or Live()
-    run = Run.of(config, base, world)
+    run, live = Run.of(config, base, world), live or Live()
     setup = begin(run, live)
-    objective = _objective(config, setup)
-    model = _sharded(config, setup, columns, environments)
-    images = _images(config, model.blueprint)
-    rows = _rows(config, model.run, model.blueprint, images, environments)
-    tokenise = _tokeniser(config, model, rows)
-    stream = run.ranks.on_all_ranks(lambda: prompt_stream(run, setup.data, tokenise))
-    _check_shared_prefix(config, model)
+    read = _read(config, setup, columns, environments)
+    with run.ranks.together():
+        stream = prompt_stream(run, setup.data, read.tokenise)
+        advantage = _user_advantage(config, run)
     mark_reward_models(run)
-    evaluation = PolicyEvaluation(
-        model=model,
-        objective=objective,
-        sampler=_sampler(config, model),
-        score=score,
-        images=images,
-        prompt_sets=_prompt_sets(setup, model, tokenise),
-        several_sources=len(setup.data.training) > 1,
-        episodes=run.ranks.on_all_ranks(lambda: episodes_of(config, environments, model, rows)),
-    )
-    reference = _reference(config, model, live)
+    evaluation = _evaluation(setup, read, score)
+    reference = _reference(config, evaluation.model, live)
     training = PolicyTraining(
-        common=run_of(setup, evaluation, stream),
-        evaluation=evaluation,
-        reference=reference,
-        user_advantage=run.ranks.on_all_ranks(lambda: _user_advantage(config, run)),
+        **vars(training_of(setup, evaluation, stream)), reference=reference, user_advantage=advantage
     )
-    evaluation.stream = training.prompts
-    training.ahead = training.common.ahead = _ahead(config, evaluation.sampler)
+    evaluation.stream = training.stream
+    training.ahead = _ahead(config, evaluation.sampler)
     training.model.following = following_of(reference, config.reference)
     if config.critic is not None:
         add_critic(training, config.critic, live)
-    _deal_memory(config, evaluation, companions=training.common.companions.values())
+    _deal_memory(config, evaluation, companions=training.companions.values())
     note_what_stays(training)
     if world.is_first and (deleted := unreplayable_steps(config)):
         print(f"warning: {deleted}", flush=True)
@@ -119,28 +111,61 @@ def build_policy_evaluation(  # noqa: PLR0913 - as above
     columns: Mapping[str, Sequence[str]] | None = None,
     environments: EnvironmentPool | None = None,
 ) -> PolicyEvaluation:
-    """Return a policy and what it is evaluated with.
+    """Return a policy and the parts of its evaluation.
 
     Raises:
         UserError: As `build_policy_run`.
     """
     setup = begin_evaluation(Run.of(config, base, world))
-    objective = _objective(config, setup)
-    model = _sharded(config, setup, columns, environments)
-    images = _images(config, model.blueprint)
-    rows = _rows(config, model.run, model.blueprint, images, environments)
-    tokenise = _tokeniser(config, model, rows)
-    evaluation = PolicyEvaluation(
-        model=model,
-        objective=objective,
-        sampler=_sampler(config, model),
-        score=score,
-        images=images,
-        prompt_sets=_prompt_sets(setup, model, tokenise),
-        episodes=model.run.ranks.on_all_ranks(lambda: episodes_of(config, environments, model, rows)),
-    )
+    evaluation = _evaluation(setup, _read(config, setup, columns, environments), score)
     _deal_memory(config, evaluation, trains=False)
     return evaluation
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A policy on its ranks, and the functions that make prompts and episodes of rows."""
+
+    config: GRPOConfig
+    model: Model
+    objective: Objective
+    images: ImageSide | str
+    tokenise: Tokenise[Prompt]
+    episodes: Episodes | None
+
+
+def _read(
+    config: GRPOConfig,
+    setup: RunSetup,
+    columns: Mapping[str, Sequence[str]] | None,
+    environments: EnvironmentPool | None,
+) -> _Read:
+    """Build the policy, and read its rows; all ranks call this together."""
+    run = setup.run
+    with run.ranks.together():
+        objective = _objective(config, setup)
+    model = _policy(config, setup, columns, environments)
+    with run.ranks.together():
+        images = _images(config, model.blueprint)
+        rows = _rows(config, run, model.blueprint, images, environments)
+        tokenise = _prompts(config, model.blueprint, rows, why_no_videos(model, config.rollout.engine))
+        episodes = episodes_of(config, environments, model, rows)
+        _check_shared_prefix(config, model)
+    return _Read(config, model, objective, images, tokenise, episodes)
+
+
+def _evaluation(setup: RunSetup, read: _Read, score: Score) -> PolicyEvaluation:
+    """Open the engine and read the evaluation sets; all ranks call this together."""
+    return PolicyEvaluation(
+        model=read.model,
+        objective=read.objective,
+        sampler=_sampler(read.config, read.model),
+        score=score,
+        images=read.images,
+        prompt_sets=_prompt_sets(setup, read.model, read.tokenise),
+        several_sources=len(setup.data.training) > 1,
+        episodes=read.episodes,
+    )
 
 
 def unreplayable_steps(config: GRPOConfig) -> str:
@@ -167,8 +192,7 @@ def _objective(config: GRPOConfig, setup: RunSetup) -> Objective:
                     f"{section}: a loss of your own (objective=) takes nothing from this section. Write it into the "
                     "loss, and leave the section out."
                 )
-    run = setup.run
-    return setup.live.objective or run.ranks.on_all_ranks(lambda: policy_objective(config, run))
+    return setup.live.objective or policy_objective(config, setup.run)
 
 
 def _ahead(config: GRPOConfig, sampler: Sampler) -> CompletionsAhead | None:
@@ -191,22 +215,22 @@ def _user_advantage(config: GRPOConfig, run: Run) -> Callable[[Groups], RewardMa
     return partial(user_advantages, function, name=section.path)
 
 
-def _sharded(
+def _policy(
     config: GRPOConfig,
     setup: RunSetup,
     columns: Mapping[str, Sequence[str]] | None,
     environments: EnvironmentPool | None,
 ) -> Model:
-    def look(origin: Blueprint) -> None:
-        run, ranks = setup.run, setup.run.ranks
-        ranks.on_all_ranks(
-            lambda: refuse_absent_columns(setup.data, columns or {}, skips=config.data.on_bad_row == "skip")
-        )
-        rows = _rows(config, run, origin, _images(config, origin), environments)
-        sees = origin.image_processor is not None
-        check_first_rows(run, setup.data, _prompts(config, origin, rows), sees=sees)
+    run = setup.run
 
-    model = build_model(setup.run, setup.live, look)
+    def look(origin: Blueprint) -> None:
+        with run.ranks.together():
+            refuse_absent_columns(setup.data, columns or {}, skips=config.data.on_bad_row == "skip")
+            rows = _rows(config, run, origin, _images(config, origin), environments)
+            tokenise = _prompts(config, origin, rows)
+        check_first_rows(run, setup.data, tokenise, sees=origin.image_processor is not None)
+
+    model = build_model(run, setup.live, look)
     model.temperature = config.rollout.temperature
     if config.rollout.renormalise:
         support = Support(config.rollout.top_k, config.rollout.top_p, config.rollout.min_p)
@@ -252,10 +276,6 @@ def _rows(
     return run.ranks.on_all_ranks(lambda: RowTokeniser(origin.tokenizer, config.data, run.base, images, tools=tools))
 
 
-def _tokeniser(config: GRPOConfig, model: Model, rows: RowTokeniser) -> Tokenise[Prompt]:
-    return _prompts(config, model.blueprint, rows, why_no_videos(model, config.rollout.engine))
-
-
 def _prompts(config: GRPOConfig, origin: Blueprint, rows: RowTokeniser, refusal: str = "") -> Tokenise[Prompt]:
     return prompt_tokeniser(rows, origin.tokenizer.decode, config.data, config.longest_prompt, refusal)
 
@@ -276,10 +296,11 @@ def _prompt_sets(setup: RunSetup, model: Model, tokenise: Tokenise[Prompt]) -> t
     """
     run, limit = model.run, model.run.config.evaluation.limit_samples
     ranks, sets = run.ranks, []
-    accept = ranks.on_all_ranks(lambda: row_filter(run))
+    with ranks.together():
+        accept = row_filter(run)
     for name, source in setup.data.evaluation.items():
-        read = partial(first_sequences, source, tokenise, limit, ranks, filter_of(source, accept))
-        prompts = tuple(ranks.on_all_ranks(read))
+        with ranks.together():
+            prompts = tuple(first_sequences(source, tokenise, limit, ranks, filter_of(source, accept)))
         if not sum(ranks.gather(len(prompts))):
             raise DataError(
                 f"evaluation.sets.{name}: no prompt of {source.name} leaves room for a completion in "

@@ -32,9 +32,9 @@ from holdfast.training.policy.metrics import of_several_updates
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import CRITIC, PolicyTraining
 from holdfast.training.run import Logbook, Model
-from holdfast.training.setup.begin import Live, trained_of
+from holdfast.training.setup.begin import Live, give_optimizer
 from holdfast.training.setup.model import build_policy
-from holdfast.training.step import train_step
+from holdfast.training.step import UpdateNumbers, train_step
 from holdfast.types import Batch, MiniBatch, Trajectory, host_value
 
 
@@ -47,7 +47,7 @@ def add_critic(training: PolicyTraining, section: CriticConfig, live: Live) -> N
     """
     with _errors_of_critic():
         critic = _critic(training, section, live)
-    training.common.companions[CRITIC] = critic
+    training.companions[CRITIC] = critic
     training.model.state.companions[CRITIC] = critic.state
 
 
@@ -73,7 +73,8 @@ def _critic(training: PolicyTraining, section: CriticConfig, live: Live) -> Mode
             scorer=True,
         ),
     )
-    ranks.on_all_ranks(lambda: _check_tokens(policy.blueprint, origin))
+    with ranks.together():
+        _check_tokens(policy.blueprint, origin)
     if policy.module.padded:
         config = config.model_copy(update={"data": config.data.model_copy(update={"packing": "none"})})
     if training.run.world.is_first:
@@ -84,9 +85,9 @@ def _critic(training: PolicyTraining, section: CriticConfig, live: Live) -> Mode
             f"{origin.family.name} is trained with one sequence per row ({origin.family.why_not_packed}), and the "
             "policy's are packed. Set data.packing: none."
         )
-    model = trained_of(critic, policy.total_steps)
-    model.host_offload = policy.host_offload
-    return model
+    give_optimizer(critic, policy.total_steps)
+    critic.host_offload = policy.host_offload
+    return critic
 
 
 def _check_tokens(policy: Blueprint, critic: Blueprint) -> None:
@@ -213,17 +214,17 @@ def train_critic(training: PolicyTraining, critic: Model, mini_batches: Sequence
     section = training.config.critic
     assert section is not None
     objective = ValueLoss(section.value_clip)
-    lines, sums = [], []
+    updates = []
     with training.run.phase("critic"):
         for mini_batch in [*mini_batches] * training.config.updates.passes:
             try:
-                update = train_step(critic, mini_batch, objective, ends_step=False)
+                numbers = train_step(critic, mini_batch, objective, ends_step=False).read()
             except RunStopped as error:
                 raise RunStopped(f"The critic (section critic): {error}") from error
-            lines.append({name: value for name, value in update.metrics.items() if name not in mini_batch.metrics})
-            sums.append(update.sums)
+            own = {name: value for name, value in numbers.metrics.items() if name not in mini_batch.metrics}
+            updates.append(UpdateNumbers(own, numbers.sums))
     critic.run.log.batches.clear()  # nobody reads the critic's log, which would grow with every step
-    metrics = of_several_updates(lines, sums)
+    metrics = of_several_updates(updates)
     return {f"value/{name.removeprefix('optim/')}": value for name, value in metrics.items() if name != "num_tokens"}
 
 
@@ -234,7 +235,7 @@ def stand_still(training: PolicyTraining, mini_batches: Sequence[MiniBatch]) -> 
     state.tokens += sum(mini_batch.tokens for mini_batch in mini_batches)
     state.samples += sum(mini_batch.samples for mini_batch in mini_batches)
     still = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "optim/skipped_steps": float(state.skipped_steps)}
-    data_metrics = of_several_updates([mini_batch.metrics for mini_batch in mini_batches], [{}])
+    data_metrics = of_several_updates([UpdateNumbers(dict(mini_batch.metrics), {}) for mini_batch in mini_batches])
     return {**data_metrics, **still, "num_tokens": float(state.tokens)}
 
 

@@ -121,7 +121,7 @@ def pack_rollout(training: PolicyTraining, rollout: Rollout) -> list[MiniBatch]:
         columns=batch_columns(training.config),
         constant_length=training.config.most_trained_tokens,
         angles_of=angles_by_length(
-            sharded.blueprint.skeleton.config for sharded in (model, *training.common.companions.values())
+            sharded.blueprint.skeleton.config for sharded in (model, *training.companions.values())
         ),
         shares_heads=training.config.rollout.shared_prefix != "off" and not model.module.padded,
         weighs_heads=training.config.rollout.shared_prefix == "auto" and _pads_branches(model),

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.advantages.group import flat_groups
-from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.config.sections.rollout import RolloutConfig
 from holdfast.parallel.collectives import RankGroup
 from holdfast.rewards.base import FAULTS
 from holdfast.training.policy.groups import GroupFact, rewards_of
 from holdfast.training.policy.rollouts import Rollout
+from holdfast.training.step import UpdateNumbers
 from holdfast.types import EpisodeSummary, Finish, MiniBatch, host_value
 
 _SUMMED = {"data/rows", "data/tokens", "data/micro_batches"}
@@ -145,33 +146,31 @@ def _told_of(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:
     return {f"calls/{name}": float(count) for name, count in sorted(calls.items())} | means
 
 
-def staleness_metrics(facts: Sequence[GroupFact], updates: int) -> dict[str, float]:
-    """Return sampling/staleness/mean and max: by how many updates the weights that sampled are older than the policy's.
+def sampling_metrics(facts: Sequence[GroupFact], rollout: RolloutConfig, updates: int) -> dict[str, float]:
+    """Return the age of the weights that sampled, and an estimate of the entropy.
 
-    Of a completion of several weights the oldest count.
+    - sampling/staleness/mean and max, with `max_staleness`: number of updates by which the weights that sampled are
+      older than the policy's; of a completion of several weights the oldest count.
+    - entropy_estimate: the mean of -log p over all sampled tokens, in nats, which costs nothing. The mean of -log
+      p(token) over draws of the token is the entropy of its distribution, so over many tokens this is `entropy` up to
+      the noise of sampling. Left out where options restrict the draws, since p is then not the policy's, and where an
+      engine tells no log-probabilities.
 
     Args:
         facts: Of all groups.
-        updates: Of the policy, when it begins to learn from them.
+        rollout: The section.
+        updates: Of the policy, before it learns from them.
     """
-    told = [completion.oldest_weights for group in facts for completion in group.completions]
-    ages = [updates - version for version in told if version >= 0]
-    return {"sampling/staleness/mean": float(np.mean(ages)), "sampling/staleness/max": float(max(ages))} if ages else {}
-
-
-def entropy_estimate(facts: Sequence[GroupFact], sampling: SamplingConfig) -> dict[str, float]:
-    """Return entropy_estimate: the mean of -log p over all sampled tokens, in nats, which costs nothing.
-
-    The mean of -log p(token) over draws of the token is the entropy of its distribution, so over many tokens this is
-    `entropy` up to the noise of sampling. Left out where options restrict what is drawn, since p is then not the
-    policy's, and where an engine tells no log-probabilities.
-    """
+    metrics = {}
     completions = [completion for group in facts for completion in group.completions]
-    tokens, total = (
-        sum(completion.length for completion in completions),
-        math.fsum(completion.nll for completion in completions),
-    )
-    return {} if sampling.biases() or not tokens or math.isnan(total) else {"entropy_estimate": total / tokens}
+    ages = [updates - completion.oldest_weights for completion in completions if completion.oldest_weights >= 0]
+    if rollout.max_staleness and ages:
+        metrics = {"sampling/staleness/mean": float(np.mean(ages)), "sampling/staleness/max": float(max(ages))}
+    tokens = sum(completion.length for completion in completions)
+    total = math.fsum(completion.nll for completion in completions)
+    if not rollout.biases() and tokens and not math.isnan(total):
+        metrics["entropy_estimate"] = total / tokens
+    return metrics
 
 
 def log_ratios_of(mini_batch: MiniBatch, logprobs: Sequence[Tensor]) -> NDArray[np.float32]:
@@ -234,21 +233,17 @@ def _quantile(counts: NDArray[np.int64], share: float) -> float:
     return float(before + (after - before) * (place - math.floor(place)))
 
 
-def of_several_updates(
-    updates: Sequence[Mapping[str, float]], sums: Sequence[Mapping[str, tuple[float, float]]]
-) -> dict[str, float]:
+def of_several_updates(updates: Sequence[UpdateNumbers]) -> dict[str, float]:
     """Return one line for the updates of a step.
 
-    What is a mean over tokens or sequences is their mean over all updates, and left out where there were none; the loss
-    is then 0. Of the rest, what was worked on is summed, the last of what counts on is kept, and others are averaged.
-    `data/order_hash` folds all of them, so it differs if any update differs. clip_ratio/low_min and clip_ratio/high_max
-    are the least and the most clipped update; TRL's are the extremes over processes, and depend on their number.
-
-    Args:
-        updates: What each update told.
-        sums: Total and denominator of each update's means.
+    A mean over tokens or sequences becomes the mean over all updates, and is left out where there were none; the loss
+    is then 0. Amounts of work are summed, rates and counters have their last value, and other metrics are averaged.
+    `data/order_hash` folds the hashes of all updates. clip_ratio/low_min and clip_ratio/high_max are the least and the
+    most clipped update; TRL's are the extremes over processes, and depend on their number.
     """
-    joined = {name: _combined(name, values) for name, values in _by_name(updates).items() if name not in sums[0]}
+    sums = [update.sums for update in updates]
+    values_by_name = _by_name([update.metrics for update in updates])
+    joined = {name: _combined(name, values) for name, values in values_by_name.items() if name not in sums[0]}
     for name in sums[0]:
         total, denominator = (math.fsum(update[name][index] for update in sums) for index in (0, 1))
         if denominator or name == "loss":

@@ -8,7 +8,8 @@ broken off is sampled again exactly. What all ranks know of all groups, and whic
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +37,6 @@ from holdfast.training.policy.run import (
     PolicyEvaluation,
     PolicyTraining,
     Sampler,
-    offloaded,
 )
 from holdfast.training.policy.scoring import score_groups
 from holdfast.training.run import Model, Run, StepAbandoned
@@ -64,28 +64,55 @@ class Rollout:
     """This rank's that are not trained on."""
 
 
-def next_rollout(training: PolicyTraining) -> Rollout | None:
-    """Sample and score the groups of the next step; None when the prompts have ended.
+def drawn_prompts(training: PolicyTraining, rounds: Sequence[Rollout]) -> Iterator[PromptBatch]:
+    """Yield the prompts of each round, until there are enough groups, or no prompts are left.
+
+    Args:
+        training: The policy's.
+        rounds: The rounds that are done; the caller adds one after each batch.
+    """
+    groups = training.config.groups
+    for _ in range(groups.max_rounds if groups.flat == "resample" else 1):
+        rows = _rows(training, sum(len(rollout.facts) for rollout in rounds))
+        if rows <= 0:
+            return
+        with training.run.phase("data"):
+            batch = training.stream.next(training.model.state.step, rows)
+        if batch is None:
+            return
+        yield batch
+
+
+@contextmanager
+def prompts_put_back(training: PolicyTraining) -> Iterator[None]:
+    """Put the stream of prompts back where the block began, if the step is abandoned within it."""
+    before = training.stream.state()
+    try:
+        yield
+    except StepAbandoned:
+        training.stream.load_state(before)
+        raise
+
+
+def tell_rollout(training: PolicyTraining, rollout: Rollout) -> None:
+    """Leave messages about rewards and prompts for the journal.
 
     Raises:
-        StepAbandoned: This rank, or another one, was asked to stop; the same on all ranks.
+        RunStopped: No completion had a reward for too many steps in a row; on all ranks.
     """
-    with offloaded(training):
-        rounds = _rounds(training)
-        training.evaluation.sampler.release(training.model)
-    if not rounds:
-        return None
-    groups_config, batch_size = training.config.groups, training.config.data.batch_size
-    rollout = _merged_rounds(rounds, batch_size)
-    training.run.log.messages += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
-    training.run.log.messages += warn_of_unknown_reward(rollout.sampled, groups_config.between)
-    training.run.log.messages += _plain_prompts(training, rollout)
+    messages = training.run.log.messages
+    messages += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
+    messages += warn_of_unknown_reward(rollout.sampled, training.config.groups.between)
+    messages += _plain_prompts(training, rollout)
     _refuse_unscored(training, rollout)
+
+
+def begin_next_rollouts(training: PolicyTraining) -> None:
+    """Have completions of the next steps sampled ahead, if the run does, and the prompts behind them read."""
     if training.ahead is not None:
         _sample_ahead(training, training.ahead)
-    batches = training.config.rollout.max_staleness + 1  # the last of which nobody has read yet
-    training.prompts.begin(training.model.state.step + batches, _rows(training, 0), batches)
-    return rollout
+    batches = training.config.rollout.max_staleness + 1  # nobody has read the last of these
+    training.stream.begin(training.model.state.step + batches, _rows(training, 0), batches)
 
 
 def _sample_ahead(training: PolicyTraining, ahead: CompletionsAhead) -> None:
@@ -96,14 +123,14 @@ def _sample_ahead(training: PolicyTraining, ahead: CompletionsAhead) -> None:
         if total is not None and step >= total:
             break
         with training.run.phase("data"):
-            batch = training.prompts.read_ahead(step, _rows(training, 0), batches)
+            batch = training.stream.read_ahead(step, _rows(training, 0), batches)
         if batch is None:
             break
         with training.run.phase("rollout"):
             if not pushed:
                 training.evaluation.sampler.publish(training.model)
                 pushed = True
-            requests = _requests(training.run, batch.own_prompts, _seeds_of(training, batch, step))
+            requests = _requests(training.run, batch.own_prompts, seeds_of(training, batch, step))
             training.run.ranks.on_all_ranks(partial(ahead.begin, step, requests))
     if ahead.restored_count:
         training.run.log.messages += ahead.tell_restored(sum(training.run.ranks.gather(ahead.taken_count)))
@@ -116,28 +143,6 @@ def _rows(training: PolicyTraining, group_count: int) -> int:
     return math.ceil(
         round((training.config.data.batch_size - group_count) * excess, 6)
     )  # 10 * 1.1 is a little above 11
-
-
-def _rounds(training: PolicyTraining) -> list[Rollout]:
-    groups_config, batch_size = training.config.groups, training.config.data.batch_size
-    before = training.common.stream.state()
-    rollouts: list[Rollout] = []
-    group_count = 0
-    try:
-        for number in range(groups_config.max_rounds if groups_config.flat == "resample" else 1):
-            rows = _rows(training, group_count)
-            with training.run.phase("data"):
-                batch = training.prompts.next(training.model.state.step, rows)
-            if batch is None:
-                break
-            rollouts.append(_one_round(training, batch, training.ahead if number == 0 else None))
-            group_count += len(rollouts[-1].facts)
-            if group_count >= batch_size:
-                break
-    except StepAbandoned:
-        training.common.stream.load_state(before)
-        raise
-    return rollouts
 
 
 def _plain_prompts(training: PolicyTraining, rollout: Rollout) -> list[str]:
@@ -172,15 +177,15 @@ def _refuse_unscored(training: PolicyTraining, rollout: Rollout) -> None:
         )
 
 
-def _one_round(training: PolicyTraining, batch: PromptBatch, ahead: CompletionsAhead | None) -> Rollout:
+def round_of(
+    training: PolicyTraining,
+    batch: PromptBatch,
+    groups: Sequence[Group],
+    facts: Sequence[GroupFact],
+    scored: Sequence[Scored],
+) -> Rollout:
+    """Return the groups of a round that are trained on, and the others; all ranks call this together."""
     config = training.config
-    seeds = _seeds_of(training, batch, training.model.state.step)
-    policy = training.evaluation
-    groups = sample(policy, batch.own_prompts, config.rollout, seeds, ahead)
-    groups, scored = score_groups(policy, groups)
-    facts = share_facts(training.run.ranks, groups, scored)
-    if config.advantage.needs_greedy:
-        facts, scored = _with_greedy(training, batch.own_prompts, facts, scored)
     trimmed = [without_dropped(fact, config.groups) for fact in facts]
     weights = {reward.label: reward.weight for reward in config.reward}
     selected = select(trimmed, config.groups, config.advantage, weights, config.environment_weight)
@@ -193,7 +198,7 @@ def _one_round(training: PolicyTraining, batch: PromptBatch, ahead: CompletionsA
     return Rollout(own_groups, tuple(trimmed), tuple(facts), batch.metrics, messages, left_out)
 
 
-def _seeds_of(training: PolicyTraining, batch: PromptBatch, step: int) -> dict[int, tuple[int, ...]]:
+def seeds_of(training: PolicyTraining, batch: PromptBatch, step: int) -> dict[int, tuple[int, ...]]:
     """Return the seed of each completion of this rank's prompts, at any number of ranks the same."""
     config = training.config.rollout
     seed, indices = training.config.seed if config.seed is None else config.seed, range(config.group_size)
@@ -216,7 +221,7 @@ def _requests(run: Run, prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int
     ]
 
 
-def _with_greedy(
+def with_greedy(
     training: PolicyTraining, prompts: Sequence[Prompt], facts: Sequence[GroupFact], scored: Sequence[Scored]
 ) -> tuple[list[GroupFact], list[Scored]]:
     """Complete every prompt once more, greedily; return what that earns, and what scoring said of all completions."""
@@ -230,7 +235,7 @@ def _with_greedy(
     return facts_with_greedy, [*scored, *greedy_scored]
 
 
-def _merged_rounds(rounds: Sequence[Rollout], batch_size: int) -> Rollout:
+def merged_rounds(rounds: Sequence[Rollout], batch_size: int) -> Rollout:
     """Return the first `batch_size` groups of all rounds; those in excess are left out."""
     facts = sorted((fact for rollout in rounds for fact in rollout.facts), key=lambda fact: fact.prompt_id)[:batch_size]
     selected_ids = {fact.prompt_id for fact in facts}

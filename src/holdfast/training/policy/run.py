@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from holdfast.training.engines import PublishedEngine, give_weights
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.run import Evaluation, Model, Run, Training
-from holdfast.types import Group, MiniBatch, Prompt
+from holdfast.types import Group, Prompt
 
 CRITIC = "critic"
 """Name of the critic among a run's companions."""
@@ -80,6 +80,10 @@ class Sampler:
             give_weights(self.engine, model)
             self.published = present
 
+    def step_metrics(self) -> dict[str, float]:
+        """Return what an engine in other processes measured since the last call; all ranks call this together."""
+        return self.engine.step_metrics() if isinstance(self.engine, PublishedEngine) else {}
+
     def release(self, model: Model) -> None:
         """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
         is_copy = not model.plan.whole or isinstance(self.engine, PublishedEngine)
@@ -117,28 +121,20 @@ class PolicyEvaluation(Evaluation):
 
 
 @dataclass(kw_only=True)
-class PolicyTraining:
-    """Everything that a step of policy optimisation uses."""
+class PolicyTraining(Training):
+    """The parts of policy optimisation: an engine that samples, rewards that score, and a reference."""
 
-    common: Training
-    """What every run has."""
     evaluation: PolicyEvaluation
-    """Of the policy that is trained."""
-    reference: Reference | None
+    stream: StreamAhead[PromptBatch]
+    """Prompts."""
+    reference: Reference | None = None
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
     user_advantage: Callable[[Groups], RewardMatrix] | None = None
-    """What `advantage: path` names, checked; None without it."""
-    pack: Callable[[PolicyTraining, Any], list[MiniBatch]] | None = None
-    """Replaces `experience.pack_rollout` in a plan, which executes the largest possible mini-batches."""
+    """The function that `advantage: path` names, checked; None without it."""
     ahead: CompletionsAhead | None = None
-    """Completions of the next step if they are sampled ahead; the same object as `common.ahead`."""
+    """Completions of the next steps, if they are sampled ahead."""
     steps_without_calls: int = 0
     """Latest steps of this process in a row whose episodes called none of their tools."""
-
-    @property
-    def run(self) -> Run:
-        """Where the run takes place."""
-        return self.common.run
 
     @property
     def config(self) -> GRPOConfig:
@@ -146,19 +142,9 @@ class PolicyTraining:
         return self.evaluation.config
 
     @property
-    def model(self) -> Model:
-        """The policy."""
-        return self.common.model
-
-    @property
-    def prompts(self) -> StreamAhead[PromptBatch]:
-        """The prompts that the policy is trained on."""
-        return self.common.stream
-
-    @property
     def critic(self) -> Model | None:
         """The value model of `advantage: gae`, None without one."""
-        return self.common.companions.get(CRITIC)
+        return self.companions.get(CRITIC)
 
 
 _PARAMETERS, _OPTIMIZER = "parameters", "optimizer"
@@ -172,7 +158,7 @@ def offloaded(training: PolicyTraining) -> Iterator[None]:
         yield
         return
     host = training.model.host_offload
-    everyone = [training.model, *training.common.companions.values()]
+    everyone = [training.model, *training.companions.values()]
     try:
         with training.run.phase("to_host"):  # before the engine's copy takes memory
             if section.optimizer == "host":
@@ -183,7 +169,7 @@ def offloaded(training: PolicyTraining) -> Iterator[None]:
         with training.run.phase("to_host"):
             if section.parameters == "host":
                 host.offload(_PARAMETERS, _own_parameters(training))
-                for companion in training.common.companions.values():
+                for companion in training.companions.values():
                     host.offload(_PARAMETERS, sharded_parameters(companion.module).values())
                 for model in everyone:
                     free_copies(model.module)

@@ -21,7 +21,8 @@ def tell_uncalled(training: PolicyTraining, rollout: Rollout) -> None:
     examples = [said for said in training.run.ranks.gather(_said(rollout)) if said]
     if examples:
         training.run.log.messages.append(
-            f"warning: no tool was called in {training.steps_without_calls} steps. The policy wrote instead: {examples[0]} "
+            f"warning: no tool was called in {training.steps_without_calls} steps. The policy wrote instead: "
+            f"{examples[0]} "
             "(its first words). Say in the prompt when to call which tool and show a call, or train on examples first "
             "(`holdfast sft`)"
         )

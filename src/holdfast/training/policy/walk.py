@@ -96,6 +96,7 @@ def walk_a_step(training: PolicyTraining, learn: Callable[[PolicyTraining, Rollo
         training.evaluation.sampler.engine.close()  # there will be no run that does
         if isinstance(error, HoldfastError) or training.run.world.failure.broken_by_peer(error):
             raise
+        family = training.model.blueprint.family
         why = " ".join(str(error).split()) or type(error).__name__
         if is_out_of_memory(error):
             raise ModelError(
@@ -105,7 +106,7 @@ def walk_a_step(training: PolicyTraining, learn: Callable[[PolicyTraining, Rollo
             ) from error
         raise ModelError(
             f"A step of this run would fail where it {clock.act}: {type(error).__name__}: {why:.600} Two tiny groups "
-            f"showed it before step 1, and nothing was trained. If {training.model.blueprint.family.name} cannot do that, "
+            f"showed it before step 1, and nothing was trained. If {family.name} cannot do that, "
             "please report the architecture."
         ) from error
     if training.run.world.is_first:
@@ -133,7 +134,7 @@ def _prompt(training: PolicyTraining, number: int) -> Prompt:
     positions = None if images is None else images.probe(tokens, number).positions
     text, source = (
         training.model.blueprint.tokenizer.decode(tokens.tolist()),
-        next(iter(training.common.source_names), ""),
+        next(iter(training.source_names), ""),
     )
     return Prompt(number, tokens, text, {}, source, positions=positions)
 
@@ -145,7 +146,7 @@ def _restoring(training: PolicyTraining, clock: PhaseClock) -> Iterator[None]:
     Counters, optimizers and logs are replaced by copies. Averages and a reference that follows the policy do not move.
     Weights and buffers of the policy and its companions are changed in place and written back.
     """
-    present = [training.model, *training.common.companions.values()]
+    present = [training.model, *training.companions.values()]
     fields = [(model, dict(vars(model)), _copied(model)) for model in present]
     logs = [(model.run, model.run.log) for model in present]
     for model in present:

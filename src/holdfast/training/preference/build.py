@@ -26,7 +26,7 @@ from holdfast.training.other_models.reference import NO_IMAGES, Reference, build
 from holdfast.training.other_models.table import LOGPROB_COLUMN, TableInputs, with_table
 from holdfast.training.preference.run import PreferenceEvaluation, PreferenceTraining
 from holdfast.training.run import Model, Run
-from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
+from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, training_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.losses import preference_objective
 from holdfast.training.setup.model import image_side_of
@@ -47,12 +47,12 @@ def build_preference_run(config: DPOConfig, base: Path, world: World, live: Live
     Raises:
         UserError: Anything that can be known now; the same error on all ranks.
     """
-    run = Run.of(config, base, world)
-    setup = begin(run, live or Live())
+    setup = begin(Run.of(config, base, world), live or Live())
     evaluation, tokenise = _evaluation(config, setup)
-    stream = run.ranks.on_all_ranks(lambda: training_stream(run, setup.data, tokenise, evaluation.layout))
-    training = PreferenceTraining(common=run_of(setup, evaluation, stream), evaluation=evaluation)
-    training.common.model.following = following_of(evaluation.reference, config.reference)
+    with setup.run.ranks.together():
+        stream = training_stream(setup.run, setup.data, tokenise, evaluation.layout)
+    training = PreferenceTraining(**vars(training_of(setup, evaluation, stream)))
+    training.model.following = following_of(evaluation.reference, config.reference)
     return training
 
 
@@ -70,13 +70,15 @@ def build_preference_evaluation(config: DPOConfig, base: Path, world: World) -> 
 
 def _evaluation(config: DPOConfig, setup: RunSetup) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
-    run, data, live, ranks = setup.run, setup.data, setup.live, setup.run.ranks
-    objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, run))
+    run, data, live = setup.run, setup.data, setup.live
+    with run.ranks.together():
+        objective = live.objective or preference_objective(config.preference, run)
     model = build_model(run, live, partial(_look_at_rows, config, setup))
-    images = _images(config, model.blueprint)
-    layout = ranks.on_all_ranks(lambda: pair_layout(config, model, images))
-    plain = ranks.on_all_ranks(lambda: preference_tokeniser(config, run, model.blueprint.tokenizer, images))
-    accept = ranks.on_all_ranks(lambda: row_filter(run))
+    with run.ranks.together():
+        images = _images(config, model.blueprint)
+        layout = pair_layout(config, model, images)
+        plain = preference_tokeniser(config, run, model.blueprint.tokenizer, images)
+        accept = row_filter(run)
     tokenise: Tokenise[Example] = plain
     of_sets: dict[str, Tokenise[Example]] = dict.fromkeys(data.evaluation, plain)
     reference: Reference | None = None
@@ -88,7 +90,8 @@ def _evaluation(config: DPOConfig, setup: RunSetup) -> tuple[PreferenceEvaluatio
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
         reference = build_reference(model, live, config.reference, why=why)
     sets = opened_sets(run, data, SetReading(of_sets, accept, preferred_only(plain)), layout)
-    ranks.on_all_ranks(lambda: refuse_completions_with_images(config, sets, images))
+    with run.ranks.together():
+        refuse_completions_with_images(config, sets, images)
     evaluation = PreferenceEvaluation(
         model=model,
         objective=objective,
@@ -101,9 +104,9 @@ def _evaluation(config: DPOConfig, setup: RunSetup) -> tuple[PreferenceEvaluatio
 
 
 def _look_at_rows(config: DPOConfig, setup: RunSetup, origin: Blueprint) -> None:
-    run, ranks = setup.run, setup.run.ranks
-    tokenise = ranks.on_all_ranks(lambda: preference_tokeniser(config, run, origin.tokenizer, _images(config, origin)))
-    check_first_rows(run, setup.data, tokenise, sees=origin.image_processor is not None)
+    with setup.run.ranks.together():
+        tokenise = preference_tokeniser(config, setup.run, origin.tokenizer, _images(config, origin))
+    check_first_rows(setup.run, setup.data, tokenise, sees=origin.image_processor is not None)
 
 
 def _images(config: DPOConfig, origin: Blueprint) -> ImageSide | str:

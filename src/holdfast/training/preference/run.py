@@ -156,13 +156,10 @@ class PreferenceEvaluation(Evaluation):
 
 
 @dataclass(kw_only=True)
-class PreferenceTraining:
-    """Everything that a step on preferences uses."""
+class PreferenceTraining(Training):
+    """The parts of training on preferences."""
 
-    common: Training
-    """What every run has."""
     evaluation: PreferenceEvaluation
-    """Of the policy that is trained."""
 
 
 def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:

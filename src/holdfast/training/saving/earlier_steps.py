@@ -76,8 +76,8 @@ def _done(training: Training, storage: Storage, start: int | str | None, *, has_
         done = _recorded(storage)
     if done != start and has_checkpoints and isinstance(start, str) and _step_in_storage(storage, start) is None:
         raise ConfigError(
-            f"checkpoint.resume.from={start} is another run's, and {training.run.directory} has checkpoints of its own. "
-            "Choose another run.name, which makes the run a branch of that checkpoint."
+            f"checkpoint.resume.from={start} is another run's, and {training.run.directory} has checkpoints of its "
+            "own. Choose another run.name, which makes the run a branch of that checkpoint."
         )
     return done
 

@@ -11,7 +11,6 @@ from typing import Any
 from holdfast import registry
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, end_of_both, planned_steps
 from holdfast.data.batches.ahead import BatchesAhead, ReadAhead, StreamAhead
-from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.packing import pinned
 from holdfast.data.batches.stream import BatchStream, PromptStream
 from holdfast.data.tokens.vision import ImageSide
@@ -52,7 +51,6 @@ from holdfast.training.setup.rows import (
     row_tokeniser,
     training_stream,
 )
-from holdfast.types import Example
 
 
 @dataclass(frozen=True)
@@ -86,17 +84,19 @@ def begin(run: Run, live: Live) -> RunSetup:
     Raises:
         UserError: A check failed; the same on all ranks, and nothing has been written.
     """
-    config, ranks = run.config, run.ranks
-    ranks.on_first_rank(lambda: check_writable(run.directory))
-    if "objective" not in config.checkpoint.resume.changed:
-        ranks.on_first_rank(lambda: check_verb(run.directory, config.verb))
+    with run.ranks.together():
+        if run.world.is_first:
+            check_writable(run.directory)
+            if "objective" not in run.config.checkpoint.resume.changed:
+                check_verb(run.directory, run.config.verb)
     settle_frozen(run, live=live.model is not None)
-    if config.metrics.sinks:
-        ranks.on_all_ranks(lambda: registry.load(registry.TRACKER_CHECK)(config.metrics.sinks, run.base))
-    observers = ranks.on_all_ranks(lambda: _observers(run, live))
-    data = ranks.first_rank_first(lambda: open_data(run, live.rows))
+    with run.ranks.together():
+        if run.config.metrics.sinks:
+            registry.load(registry.TRACKER_CHECK)(run.config.metrics.sinks, run.base)
+        observers = _observers(run, live)
+    data = run.ranks.first_rank_first(lambda: open_data(run, live.rows))
     check_same_rows(run, data, live=live.rows is not None)
-    ranks.on_all_ranks(lambda: check_batch(config, data, run.world.size))
+    check_batch(run.config, data, run.world.size)
     return RunSetup(run, live, data, observers)
 
 
@@ -115,51 +115,49 @@ def begin_evaluation(run: Run) -> RunSetup:
 
 
 def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Training:
-    """Return a run that is ready for its first step; nothing has been written.
+    """Return a supervised training that is ready for its first step; nothing has been written.
 
     Raises:
         UserError: Anything that can be known now; the same error on all ranks.
     """
     run = Run.of(config, base, world)
     setup = begin(run, live or Live())
-    data, evaluation = setup.data, _evaluation(config, setup)
+    evaluation = _evaluation(config, setup)
     model = evaluation.model
-    images = image_side_of(config, model.blueprint)
-    tokenise = run.ranks.on_all_ranks(
-        lambda: row_tokeniser(run, model.blueprint.tokenizer, data.formats, images),
-    )
-    layout = layout_of(model, images)
-    stream = run.ranks.on_all_ranks(lambda: training_stream(run, data, tokenise, layout))
-    return run_of(setup, evaluation, stream)
+    with run.ranks.together():
+        images = image_side_of(config, model.blueprint)
+        tokenise = row_tokeniser(run, model.blueprint.tokenizer, setup.data.formats, images)
+        stream = training_stream(run, setup.data, tokenise, layout_of(model, images))
+    return training_of(setup, evaluation, stream)
 
 
-def run_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any]) -> Training:
-    """Give a model what training needs, in its evaluation too; all ranks call this together.
+def training_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any]) -> Training:
+    """Give the model of an evaluation an optimizer, and return the parts of its training; all ranks call this together.
 
     Raises:
         UserError: The schedule needs an end that nobody knows.
     """
-    run, sharded = setup.run, evaluation.model
-    config, ranks, origin = run.config, run.ranks, sharded.blueprint
+    run, model = setup.run, evaluation.model
+    config, ranks, origin = run.config, run.ranks, model.blueprint
     if _needs_its_end(config):
         stream.count_rows(tokens=origin.image_processor is None)  # opening every image may take hours
     total = planned_steps(config, stream.steps_per_epoch())
     if run.world.is_first and (ending := end_of_both(config, stream.steps_per_epoch())):
         print(ending, flush=True)
-    ranks.on_all_ranks(lambda: _check_end(config, total))
+    _check_end(config, total)
     seed_rank(config.seed, run.world.rank, deterministic=config.determinism)
-    model = trained_of(sharded, total)
-    evaluation.model = model
+    give_optimizer(model, total)
     marks = ranks.on_first_rank(lambda: image_fingerprints(run, stream, origin))  # it reads images for all
-    images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
-    rules = images.family.record if isinstance(images, ImageSide) else {}
+    with ranks.together():
+        images = image_side_of(config, origin)
+        rules = images.family.record if isinstance(images, ImageSide) else {}
+        fingerprints = identity(run, stream, origin, marks, rules)
     return Training(
-        model=model,
         evaluation=evaluation,
         stream=read_ahead(run, stream, total),
         source_names=tuple(source.name for source in setup.data.training),
         observers=setup.observers,
-        identity=ranks.on_all_ranks(lambda: identity(run, stream, origin, marks, rules)),
+        identity=fingerprints,
         image_rules=rules,
     )
 
@@ -185,28 +183,16 @@ def read_ahead(run: Run, stream: BatchStream[Any, Any], last_step: int | None) -
     return BatchesAhead(stream, replace(options, prepare=partial(pinned, device=run.world.device)))
 
 
-def trained_of(model: Model, total_steps: int | None) -> Model:
+def give_optimizer(model: Model, total_steps: int | None) -> None:
     """Give a model the optimizer and the averages that its configuration asks for; all ranks call this together."""
-    parameters = sharded_parameters(model.module)
-    optimizer = optimizer_of(model.run, parameters, model.module)
-    averages = averages_of(model.run.config.optim, parameters)
     offloads = model.run.config.parallel.offloads
-    steps_on_host = "optimizer" in offloads and "parameters" not in offloads
-    return Model(
-        run=model.run,
-        blueprint=model.blueprint,
-        plan=model.plan,
-        module=model.module,
-        temperature=model.temperature,
-        state=model.state,
-        forms=model.forms,
-        optimizer=optimizer,
-        averages=averages,
-        parameters=parameters,
-        total_steps=total_steps,
-        cost=cost_of(model.module, model.blueprint),
-        host_steps=HostSteps(optimizer) if steps_on_host else None,
-    )
+    model.parameters = sharded_parameters(model.module)
+    model.optimizer = optimizer_of(model.run, model.parameters, model.module)
+    model.averages = averages_of(model.run.config.optim, model.parameters)
+    model.total_steps = total_steps
+    model.cost = cost_of(model.module, model.blueprint)
+    if "optimizer" in offloads and "parameters" not in offloads:
+        model.host_steps = HostSteps(model.optimizer)
 
 
 def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
@@ -219,12 +205,14 @@ def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
 
 
 def _evaluation(config: SFTConfig, setup: RunSetup) -> Evaluation:
-    run, live, ranks = setup.run, setup.live, setup.run.ranks
-    objective = live.objective or ranks.on_all_ranks(lambda: supervised_objective(config.objective, run))
+    run, live = setup.run, setup.live
+    with run.ranks.together():
+        objective = live.objective or supervised_objective(config.objective, run)
     model = build_model(run, live, partial(look_at_rows, config, setup))
     images = image_side_of(config, model.blueprint)
     sets = evaluation_sets(setup, model, images)
-    ranks.on_all_ranks(lambda: refuse_completions_with_images(config, sets, images))
+    with run.ranks.together():
+        refuse_completions_with_images(config, sets, images)
     return Evaluation(model=model, objective=objective, sets=sets)
 
 
@@ -235,16 +223,11 @@ def look_at_rows(config: TrainingConfig, setup: RunSetup, origin: Blueprint) -> 
         UserError: As `check_first_rows`.
     """
     run, data, tokenizer = setup.run, setup.data, origin.tokenizer
-
-    def tokenisers() -> tuple[Tokenise[Example], dict[str, Tokenise[Example]]]:
+    with run.ranks.together():
         images = image_side_of(config, origin)
-        return (
-            row_tokeniser(run, tokenizer, data.formats, images),
-            evaluation_tokenisers(run, tokenizer, data, images),
-        )
-
-    sees = origin.image_processor is not None
-    check_first_rows(run, data, *run.ranks.on_all_ranks(tokenisers), sees=sees)
+        tokenise = row_tokeniser(run, tokenizer, data.formats, images)
+        of_sets = evaluation_tokenisers(run, tokenizer, data, images)
+    check_first_rows(run, data, tokenise, of_sets, sees=origin.image_processor is not None)
 
 
 def evaluation_sets(setup: RunSetup, model: Model, images: ImageSide | str) -> tuple[EvaluationSet, ...]:
@@ -253,10 +236,10 @@ def evaluation_sets(setup: RunSetup, model: Model, images: ImageSide | str) -> t
     Raises:
         DataError: A set holds a row that cannot be read; the same on all ranks.
     """
-    run, data, tokenizer = setup.run, setup.data, model.blueprint.tokenizer
-    reading = run.ranks.on_all_ranks(
-        lambda: SetReading(evaluation_tokenisers(run, tokenizer, data, images), row_filter(run)),
-    )
+    run, data = setup.run, setup.data
+    with run.ranks.together():
+        tokenise = evaluation_tokenisers(run, model.blueprint.tokenizer, data, images)
+        reading = SetReading(tokenise, row_filter(run))
     return opened_sets(run, data, reading, layout_of(model, images))
 
 
@@ -283,7 +266,8 @@ def build_model(run: Run, live: Live, look: Callable[[Blueprint], None]) -> Mode
     if is_fingerprinted(config):
         fingerprint_once(origin.directory, ranks)
     exports = ranks.first_rank_first(lambda: notes_of_exports(run, origin.directory))
-    note = ranks.on_all_ranks(lambda: check_positions(config, origin))
+    with ranks.together():
+        note = check_positions(config, origin)
     return build_policy(run, replace(origin, notes=(*origin.notes, *exports, *([note] if note else []))))
 
 

@@ -21,7 +21,7 @@ from holdfast.features.plan.counting.memory import Ledger, follow_model
 from holdfast.features.plan.counting.traffic import Traffic
 from holdfast.features.plan.execution.steps import PlannedStep, reference_of
 from holdfast.models.names import named_parameters
-from holdfast.recipes.grpo import learn
+from holdfast.recipes.grpo import learn_from
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.local.block_attention import InPlace, Operands
 from holdfast.rollout.local.blocks import Blocks
@@ -30,7 +30,7 @@ from holdfast.rollout.local.graphs import CHECKED_STEPS
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.training.engines import open_engine
 from holdfast.training.policy.critic import add_critic
-from holdfast.training.policy.experience import pack_rollout
+from holdfast.training.policy.experience import pack_rollout, with_advantages
 from holdfast.training.policy.made_up import made_up_rollout
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import (
@@ -42,11 +42,10 @@ from holdfast.training.policy.run import (
     restored_afterwards,
 )
 from holdfast.training.rollout_memory import deal_memory
-from holdfast.training.run import Training
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
-from holdfast.types import Finish, Group, MiniBatch, Prompt, Trajectory
+from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _SCORING = ("proximal", "reference", "values")
 _TRAINING = ("forward", "backward", "optimizer", "critic")
@@ -72,12 +71,6 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
             "environments, and the time that they take, are left out"
         )
 
-    def packed(training: PolicyTraining, rollout: Rollout) -> list[MiniBatch]:
-        """Return one mini-batch of two micro-batches, which stands for all of a rollout."""
-        with _disable_current_modes():  # splitting rows over ranks asks for numbers, which packs have
-            return [step.shortened(pack_rollout(training, rollout)[0])]
-
-    training.pack = packed
     rollout = _rollout(step, config)
     scoring = min(config.updates.mini_batches, len(rollout.facts))
     step.repeats |= dict.fromkeys(_SCORING, scoring)
@@ -87,7 +80,11 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
         with restored_afterwards(training.model):
             with offloaded(training):
                 decode()
-            return learn(training, rollout)
+            compared = with_advantages(training, rollout)
+            with _disable_current_modes():  # splitting rows over ranks asks for numbers, which packs have
+                # One mini-batch of two micro-batches stands for all of a rollout.
+                mini_batch = step.shortened(pack_rollout(training, compared)[0])
+            return learn_from(training, compared, [mini_batch])
 
     return make
 
@@ -108,11 +105,12 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyTraining:
     if config.reference.kind != "none" and config.kl.coefficient > 0:
         reference = reference_of(step, config.reference, "kl")
     stream: Any = None
-    common = Training(model=model, evaluation=evaluation, stream=stream, source_names=(), observers=(), identity={})
-    training = PolicyTraining(common=common, evaluation=evaluation, reference=reference)
+    training = PolicyTraining(
+        evaluation=evaluation, stream=stream, source_names=(), observers=(), identity={}, reference=reference
+    )
     if config.critic is not None:
         add_critic(training, config.critic, Live())
-        critic = common.companions[CRITIC]
+        critic = training.companions[CRITIC]
         follow_model(step.ledger, critic.module)
         step.companions[CRITIC] = critic
         step.watch(critic.module)

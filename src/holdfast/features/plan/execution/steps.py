@@ -36,8 +36,8 @@ from holdfast.training.preference.run import (
     divergence,
     with_divergence,
 )
-from holdfast.training.run import Model, Run, Training
-from holdfast.training.setup.begin import Live, trained_of
+from holdfast.training.run import Evaluation, Model, Run, Training
+from holdfast.training.setup.begin import Live, give_optimizer
 from holdfast.training.setup.losses import preference_objective, supervised_objective
 from holdfast.training.setup.model import build_policy, image_side_of
 from holdfast.training.step import train_step
@@ -76,8 +76,7 @@ class PlannedStep:
         """The run as its checkpoints need it; it writes no metrics and has no rows."""
         absent: Any = None
         return Training(
-            model=self.model,
-            evaluation=absent,
+            evaluation=Evaluation(model=self.model, objective=absent),
             stream=absent,
             source_names=(),
             observers=(),
@@ -111,11 +110,11 @@ def planned_step(run: Run, ledger: Ledger, traffic: Traffic) -> PlannedStep:
     """
     config = run.config
     origin = blueprint(config.model, run.base, seed=config.seed, scorer=config.scores)
-    sharded = build_policy(run, origin)
-    follow_model(ledger, sharded.module)
+    model = build_policy(run, origin)
+    follow_model(ledger, model.module)
     assert run.without_numbers is not None
     with run.without_numbers():
-        model = trained_of(sharded, config.steps)
+        give_optimizer(model, config.steps)
     step = PlannedStep(run, ledger, traffic, model)
     step.watch(model.module)
     match config:
@@ -139,9 +138,9 @@ def _supervised(step: PlannedStep, config: SFTConfig) -> Callable[[], object]:
 
     def make() -> object:
         if config.neftune_alpha is None:
-            return train_step(model, mini_batch, objective)
+            return train_step(model, mini_batch, objective).read()
         with model.module.noisy(config.neftune_alpha, seed=config.seed, step=model.state.step):
-            return train_step(model, mini_batch, objective)
+            return train_step(model, mini_batch, objective).read()
 
     return make
 
@@ -174,7 +173,7 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
     if not single_answers:
 
         def make() -> object:
-            return train_step(model, compared_with_reference(evaluation, mini_batch), objective)
+            return train_step(model, compared_with_reference(evaluation, mini_batch), objective).read()
 
         return make
 
@@ -189,7 +188,7 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
                 mini_batch if reference is None else scored(model, reference, mini_batch, "reference_logprobs")
             )
             kl = divergence(model, reference_batch.micro_batches)
-        return train_step(model, with_divergence(compared, kl), objective)
+        return train_step(model, with_divergence(compared, kl), objective).read()
 
     return judge
 
@@ -220,7 +219,7 @@ def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], obje
         if getattr(objective, "needs_teacher_logprobs", False) and teacher is not None:
             with step.run.phase("teacher"):
                 compared = scored(student, teacher, mini_batch, "teacher_logprobs")
-        return train_step(student, compared, objective)
+        return train_step(student, compared, objective).read()
 
     return make
 

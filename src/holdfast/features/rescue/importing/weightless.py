@@ -77,7 +77,6 @@ def weightless_run(config: TrainingConfig, base: Path, world: World) -> Training
     stream = _rows(run, started)
     marks = image_fingerprints(run, stream, origin)
     return Training(
-        model=model,
         evaluation=Evaluation(model=model, objective=supervised_objective(NLLConfig(), run)),
         stream=read_ahead(run, stream, None),
         source_names=(),
