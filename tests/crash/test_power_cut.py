@@ -172,7 +172,7 @@ def export_a_model(world: World, directory: Path) -> None:
     config = from_mapping(tree("(nowhere)"), SFTConfig)
     ranks = RankGroup()
     origin = blueprint(config.model, Path(), seed=0)
-    policy = build_policy(plain_setting(config, world), origin).model
+    policy = build_policy(plain_setting(config, world), origin).module
     papers = Papers(texts={"holdfast.yaml": "steps: 4"})
     export(policy, origin, directory, ranks, largest_file_bytes=20_000, papers=papers)
 

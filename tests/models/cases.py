@@ -32,7 +32,7 @@ def build(world: World, model: dict[str, Any], seed: int = 0, **sections: Any) -
     config = from_mapping(tree | sections, SFTConfig)
     origin = blueprint(config.model, Path.cwd(), seed=config.seed)
     setting = plain_setting(config, world)
-    policy = build_policy(setting, origin).model
+    policy = build_policy(setting, origin).module
     return policy, origin
 
 

@@ -42,7 +42,7 @@ def built(world: World, model: dict[str, Any], live: Any = None, **sections: Any
     origin = blueprint(config.model, Path.cwd(), seed=0, live=live, tokenizer=character_tokenizer())
     setting = plain_setting(config, world)
     sharded = build_policy(setting, origin)
-    policy, plan = sharded.model, sharded.plan
+    policy, plan = sharded.module, sharded.plan
     witness = witness_of(type(origin.skeleton), origin.original_config)
     follow_implementation(witness, policy.language_model)
     return Sides(policy, witness, getattr(torch, plan.compute_dtype), world.device), plan
