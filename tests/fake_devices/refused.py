@@ -12,14 +12,14 @@ def main(ranks: str) -> None:
     from holdfast.features.plan.execution.process import load_guard
 
     load_guard()
+    from holdfast.features.plan.execution import shapes
     from holdfast.features.plan.execution.execute import execute
     from holdfast.features.plan.records import RankSpec
-    from holdfast.training.setup import model
     from tests.distributed.compile_cases import refused_by_its_machine
     from tests.fake_devices.cases import RUNS
     from tests.trees import run_from_mapping
 
-    model._WITHOUT_NUMBERS = refused_by_its_machine
+    shapes.COMPILER = refused_by_its_machine
     made = execute(run_from_mapping(RUNS["sft"]), Path(), RankSpec(int(ranks), 0))
     kept = made.steady["forward", "cuda"].by_kind["activations"]
     print("refused " + json.dumps([made.notes, len(made.plan.compile_blocks), kept]), flush=True)

@@ -114,7 +114,6 @@ def record_lowerings(into: list[Lowered]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from holdfast.parallel.compiler import BlockCompiler
-    from holdfast.training.setup import model
 
     class OnHost(TorchDispatchMode):
         """Constants have numbers, which the compiler computes; there is no device to hold them."""
@@ -138,7 +137,9 @@ def record_lowerings(into: list[Lowered]) -> Any:
     torch._inductor.config.compile_threads, torch._inductor.config.fx_graph_cache = 1, False
     compiler = BlockCompiler()
     compiler.begins = torch.utils._triton.has_triton.cache_clear  # asked before there were devices
-    setattr(model, "_WITHOUT_NUMBERS", compiler)  # noqa: B010 - the compiler of blocks on fake devices
+    from holdfast.features.plan.execution import shapes
+
+    setattr(shapes, "COMPILER", compiler)  # noqa: B010 - the compiler of blocks on fake devices
     return compiler
 
 

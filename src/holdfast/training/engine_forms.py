@@ -15,7 +15,7 @@ def settle_forms(model: Model, engine: InProcessEngine) -> None:
     """
     run = model.run
     # An engine of one evaluation has no part of the memory yet, and finds out for itself what it needs to know.
-    if run.without_numbers is not None or engine.block_limit is None:
+    if engine.block_limit is None:
         return
     for standing in engine.choose_forms(model.forms):
         # A form that is used where nothing else could be expected is no news.

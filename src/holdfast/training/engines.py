@@ -31,9 +31,7 @@ from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.local.recurrent import agree_on_decoding, why_not_in_process
 from holdfast.rollout.sampling import Stops
-from holdfast.training.engine_forms import settle_forms
 from holdfast.training.observe import load_function
-from holdfast.training.rollout_memory import settle_blocks
 from holdfast.training.run import Model
 
 
@@ -121,15 +119,10 @@ def give_weights(engine: RolloutEngine, model: Model) -> None:
     if isinstance(engine, PublishedEngine):
         engine.publish(model)
         return
-    if isinstance(engine, InProcessEngine) and engine.block_limit is not None:
-        # The run may have been continued since the engine was opened.
-        settle_blocks(model, engine, engine.block_room)
     dtype: torch.dtype = getattr(torch, model.plan.compute_dtype)
     tensors = live_tensors(model.module, model.run.ranks, dtype)
     with model.run.ranks.together(), drained(tensors):
         engine.update_weights(tensors, model.state.updates)
-    if isinstance(engine, InProcessEngine):
-        settle_forms(model, engine)
 
 
 def build_engine(

@@ -80,6 +80,7 @@ def fit(training: Training, step: Step, evaluate: EvaluateRun, *, reads_late: bo
     signals = StopRequests(speaks_first=training.run.world.failure.directory is None)
     try:
         with Checkpoints(training) as checkpoints, Journal(training) as journal, signals as requests:
+            training.continued()
             checkpoints.rehearse(requests)
             requests.start_clock(training)
             try:

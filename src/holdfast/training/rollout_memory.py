@@ -7,7 +7,6 @@ has the same if there is room.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 import psutil
@@ -35,7 +34,7 @@ _SHARE = 0.5
 """Part of the memory that is free at the start that keys and values may take; training needs the rest."""
 
 
-def deal_memory(  # noqa: PLR0913 - what is sampled, and what else takes memory
+def deal_memory(
     engine: RolloutEngine,
     model: Model,
     rollout: EngineConfig,
@@ -43,7 +42,6 @@ def deal_memory(  # noqa: PLR0913 - what is sampled, and what else takes memory
     *,
     companions: Iterable[Model] = (),
     trains: bool = True,
-    planned: bool = False,
 ) -> None:
     """Give an engine of the ranks its part of the memory that is free when all models of a run are in their places.
 
@@ -56,51 +54,66 @@ def deal_memory(  # noqa: PLR0913 - what is sampled, and what else takes memory
         context: Tokens that a completion may follow.
         companions: Other models that will have an optimizer's state.
         trains: The policy will have one; without it there is more room for keys and values.
-        planned: The run is only planned: where memory has no room, its table says so, and what to turn.
 
     Raises:
         ConfigError: Memory has no room.
     """
     if not isinstance(rollout.engine, LocalEngineConfig):
         return
-    ranks, common = model.run.ranks, shared_by_ranks(model)
-    in_process = isinstance(engine, InProcessEngine)
-    if not planned or rollout.copy_gib is not None:
-        ranks.on_all_ranks(lambda: check_copy_fits(model, rollout.copy_gib, common, in_process=in_process))
+    common, ranks = shared_by_ranks(model), model.run.ranks
+    with ranks.together():
+        check_copy_fits(model, rollout.copy_gib, common, in_process=isinstance(engine, InProcessEngine))
     if isinstance(engine, InProcessEngine):
-        free = free_bytes(model.run.world) - _expected_bytes(model, common, trains=trains, others=companions)
-        tokens = context + _most_sampled(model, rollout)
-        if not planned:
-            ranks.on_all_ranks(lambda: refuse_no_room(model, tokens, free))
-        elif completion_bytes(model, tokens) > free:
-            free = sys.maxsize  # what the run would take, had it the memory
-        engine.block_limit = min(ranks.gather(cache_blocks(model, rollout.rows, tokens, free)))
-        engine.block_room = min(ranks.gather(blocks_with_room(model, free)))
-        engine.submit([], rollout)  # how its steps are tried before the first rollout
-        engine.longest = tokens  # a row that was paused begins with what it has drawn
+        free = free_beside(model, common, companions=companions, trains=trains)
+        with ranks.together():
+            refuse_no_room(model, longest_row(model, rollout, context), free)
+        limit_engine(engine, model, rollout, context, free)
 
 
-def _most_sampled(model: Model, rollout: EngineConfig) -> int:
-    """Return the most tokens of a completion, those of evaluations included."""
+def limit_engine(engine: InProcessEngine, model: Model, rollout: EngineConfig, context: int, free: int) -> None:
+    """Give our own decoding blocks of keys and values; all ranks call this together.
+
+    Args:
+        engine: From `open_engine`.
+        model: The policy.
+        rollout: How it is sampled.
+        context: Tokens that a completion may follow.
+        free: Bytes of this rank that sampling may take.
+    """
+    ranks, tokens = model.run.ranks, longest_row(model, rollout, context)
+    engine.block_limit = min(ranks.gather(cache_blocks(model, rollout.rows, tokens, free)))
+    engine.block_room = min(ranks.gather(blocks_with_room(model, free)))
+    engine.submit([], rollout)  # how its steps are tried before the first rollout
+    engine.longest = tokens  # a row that was paused begins with what it has drawn
+
+
+def longest_row(model: Model, rollout: EngineConfig, context: int) -> int:
+    """Return the most tokens of a completion and what it follows, completions of evaluations included."""
     sampling = getattr(model.run.config.evaluation, "sampling", None)
-    return max(rollout.max_new_tokens, (sampling and sampling.max_new_tokens) or 0)
+    return context + max(rollout.max_new_tokens, (sampling and sampling.max_new_tokens) or 0)
 
 
 _STATE_SIZES = {"adamw_bf16": 3.0, "adamw_8bit": 0.51, "adamw_fp8": 0.51, "adamw_4bit": 0.27, "sgd": 1.0}
 """Bytes of an optimizer's state for each byte of the parameters that it updates; two for all other optimizers."""
 
 
-def _expected_bytes(model: Model, common: int, *, trains: bool, others: Iterable[Model] = ()) -> int:
-    """Return what this rank's device will hold while completions are sampled, beside what it holds now.
-
-    That is the copy of the weights, matrices laid out for decoding, and the states of optimizers. Gradients are freed
-    before.
+def free_beside(model: Model, common: int, *, companions: Iterable[Model] = (), trains: bool = True) -> int:
+    """Return the bytes of this rank's device that are left for keys and values; negative where there are none.
 
     Args:
         model: The policy.
         common: From `shared_by_ranks`.
+        companions: Further models that have an optimizer.
         trains: The policy has an optimizer.
-        others: Further models that have one.
+    """
+    return free_bytes(model.run.world) - _expected_bytes(model, common, trains=trains, others=companions)
+
+
+def _expected_bytes(model: Model, common: int, *, trains: bool, others: Iterable[Model] = ()) -> int:
+    """Return what this rank's device will hold while completions are sampled, beside what it holds now.
+
+    That is the copy of the weights, matrices laid out for decoding, and the states of optimizers. Gradients are freed
+    before. Arguments as of `free_beside`.
     """
     copied = copy_bytes(model, common) + layout_bytes(model)
     return copied + sum(map(_state_bytes, [*([model] if trains else []), *others]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -93,9 +93,6 @@ class Run(ConfiguredRun):
     """Returns whether this rank was asked to stop; rollouts and evaluations are then abandoned."""
     trains: bool = True
     """Whether steps follow; False where a model is only evaluated."""
-    without_numbers: Callable[[], AbstractContextManager[object]] | None = None
-    """In `holdfast plan`, the context in which a model's memory is allocated as fake tensors, without reading weights
-    and without the check before step 1. None in a run."""
 
     @classmethod
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Run:
@@ -308,6 +305,9 @@ class Training:
     def run(self) -> Run:
         """The run's configuration, folder, ranks and log."""
         return self.model.run
+
+    def continued(self) -> None:
+        """Follow the counters of the checkpoint that the run goes on from; also called where there is none."""
 
     @property
     def saved_companions(self) -> dict[str, Companion]:

@@ -14,24 +14,27 @@ from holdfast.models.heads.policy import PolicyModel
 FormRecord = dict[str, str | int]
 
 
-def take_kernels(policy: PolicyModel, dtype: torch.dtype, device: torch.device, *, simulated: bool) -> str:
-    """Let Triton kernels sweep a policy's logits on a CUDA device; return why they cannot, "" if they can.
+def why_no_kernels_for(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why Triton kernels cannot sweep a policy's logits on this machine; "" if they can.
 
     Args:
         policy: Before its parameters are sharded.
         dtype: Of its forward pass.
         device: Where it runs.
-        simulated: Whether tensors hold no numbers; of the machine that is planned for, nothing is known then.
     """
+    return why_no_kernels(policy.head_spec, _product_dtype(policy, dtype), device)
+
+
+def take_kernels(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Let Triton kernels sweep a policy's logits on a CUDA device; arguments as of `why_no_kernels_for`."""
     head: Any = policy.readable_head()
-    spec = policy.head_spec
-    assert head is not None
-    dtype = torch.float32 if spec.float32_product and dtype == torch.bfloat16 else dtype
-    if not simulated and (reason := why_no_kernels(spec, dtype, device)):
-        return reason
-    tokens = kernel_tokens(spec, head.weight.shape[0], dtype, torch.cuda.mem_get_info(device)[1])
-    policy.head_spec = replace(spec, kernel_tokens=tokens)
-    return ""
+    memory = torch.cuda.mem_get_info(device)[1]
+    tokens = kernel_tokens(policy.head_spec, head.weight.shape[0], _product_dtype(policy, dtype), memory)
+    policy.head_spec = replace(policy.head_spec, kernel_tokens=tokens)
+
+
+def _product_dtype(policy: PolicyModel, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if policy.head_spec.float32_product and dtype == torch.bfloat16 else dtype
 
 
 def use_kernels(policy: PolicyModel, tokens: int) -> None:

@@ -64,6 +64,11 @@ class DistillTraining(Training):
     writing: StudentSampling | None = None
     """None where the student learns from the answers of rows alone."""
 
+    def continued(self) -> None:
+        """Give the engine the blocks of keys and values that the run began with."""
+        if self.writing is not None:
+            self.writing.sampler.follow(self.model)
+
 
 def completed(training: DistillTraining, writing: StudentSampling, mini_batch: MiniBatch) -> MiniBatch:
     """Replace the answers of rows by the student's completions; all ranks call this together.

@@ -24,14 +24,14 @@ from holdfast.errors import ModelError
 from holdfast.files import size_words
 from holdfast.models.adapters.live import adapters_of, adapters_off
 from holdfast.models.heads.policy import PolicyModel, without_dropout
-from holdfast.models.setup.model import blueprint
+from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.optim.reference_ema import FollowingModel
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.other_models.server import Role, ScoringServer, meet
 from holdfast.training.rollout_memory import free_bytes
-from holdfast.training.run import Model
+from holdfast.training.run import Model, Run
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.model import build_policy, probe_logprobs
 from holdfast.types import Batch, LossSum, MiniBatch, Scores
@@ -75,33 +75,44 @@ def build_reference(
     """
     if isinstance(section, ServerReferenceConfig):
         return connect_reference(policy, section, why=why)
-    config, world, ranks = policy.run.config, policy.run.world, policy.run.ranks
+    world, ranks = policy.run.world, policy.run.ranks
     kind, note = decide_place(policy, section)
     if world.is_first and note:
         print(note, flush=True)
     if kind == "adapter_off":
         if world.is_first:
             print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
-        if policy.run.without_numbers is None:
-            _check_off(policy, ranks)
+        _check_off(policy, ranks)
         return AdapterOff(policy.module)
-    offload = "parameters" in config.parallel.offloads or kind == "offloaded"
-    twin = policy.run.with_sections(parallel=config.parallel.of_frozen(in_host_memory=offload))
-    origin = ranks.first_rank_first(
-        lambda: blueprint(
-            config.model, twin.base, seed=config.seed, live=live.model, tokenizer=policy.blueprint.tokenizer
-        ),
-    )
+    twin, origin = reference_twin(policy, live, kind)
     if world.is_first:
-        location = "in host memory" if offload else "sharded like the policy"
+        location = "in host memory" if "parameters" in twin.config.parallel.offloads else "sharded like the policy"
         print(f"reference policy: {location}, for {why}; its plan:", flush=True)
     reference = build_policy(twin, origin, trained=False)
     reference.module.padded = policy.module.padded
     reference.module.eval()
     ranks.on_all_ranks(lambda: check_place(reference, "reference policy"))
-    if policy.run.without_numbers is None:
-        _check_numbers(reference.module, policy, ranks)
+    _check_numbers(reference.module, policy, ranks)
     return reference.module
+
+
+def reference_twin(policy: Model, live: Live, kind: str) -> tuple[Run, Blueprint]:
+    """Return the run and the blueprint of a reference with weights of its own; all ranks call this together.
+
+    Args:
+        policy: The policy.
+        live: Objects in the place of what the configuration names.
+        kind: From `decide_place`: "offloaded" or "sharded".
+    """
+    config = policy.run.config
+    offload = "parameters" in config.parallel.offloads or kind == "offloaded"
+    twin = policy.run.with_sections(parallel=config.parallel.of_frozen(in_host_memory=offload))
+    origin = policy.run.ranks.first_rank_first(
+        lambda: blueprint(
+            config.model, twin.base, seed=config.seed, live=live.model, tokenizer=policy.blueprint.tokenizer
+        ),
+    )
+    return twin, origin
 
 
 def following_of(

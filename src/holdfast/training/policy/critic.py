@@ -7,7 +7,7 @@ and `train_step` updates it like any other model. Schulman et al., "Proximal Pol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,27 +31,30 @@ from holdfast.training.other_models.reference import on_tokens, scored
 from holdfast.training.policy.metrics import of_several_updates
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import CRITIC, PolicyTraining
-from holdfast.training.run import Logbook, Model
+from holdfast.training.run import Logbook, Model, Run
 from holdfast.training.setup.begin import Live, give_optimizer
 from holdfast.training.setup.model import build_policy
 from holdfast.training.step import UpdateNumbers, train_step
 from holdfast.types import Batch, MiniBatch, Trajectory, host_value
 
+Build = Callable[[Run, Blueprint], Model]
+"""Places a model on its ranks."""
 
-def add_critic(training: PolicyTraining, section: CriticConfig, live: Live) -> None:
-    """Give a policy's run the critic that its configuration asks for.
+
+def add_critic(training: PolicyTraining, section: CriticConfig, live: Live, build: Build = build_policy) -> None:
+    """Give a policy's training the critic that its configuration asks for; all ranks call this together.
 
     Raises:
         ConfigError, ModelError, PlanError: The critic cannot be built, or reads other tokens than the policy writes;
             the same on all ranks.
     """
     with _errors_of_critic():
-        critic = _critic(training, section, live)
+        critic = _critic(training, section, live, build)
     training.companions[CRITIC] = critic
     training.model.state.companions[CRITIC] = critic.state
 
 
-def _critic(training: PolicyTraining, section: CriticConfig, live: Live) -> Model:
+def _critic(training: PolicyTraining, section: CriticConfig, live: Live, build: Build) -> Model:
     policy, config, ranks = training.model, critic_training(training.config, section), training.run.ranks
     if live.model is not None and section.path is None:
         raise ConfigError(
@@ -79,7 +82,7 @@ def _critic(training: PolicyTraining, section: CriticConfig, live: Live) -> Mode
         config = config.model_copy(update={"data": config.data.model_copy(update={"packing": "none"})})
     if training.run.world.is_first:
         print("critic: its plan:", flush=True)
-    critic = build_policy(replace(training.run, config=config, log=Logbook()), origin)
+    critic = build(replace(training.run, config=config, log=Logbook()), origin)
     if critic.module.padded and not policy.module.padded:
         raise ConfigError(
             f"{origin.family.name} is trained with one sequence per row ({origin.family.why_not_packed}), and the "

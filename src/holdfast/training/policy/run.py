@@ -27,9 +27,12 @@ from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import free_copies, sharded_parameters
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
+from holdfast.rollout.local.inprocess import InProcessEngine
+from holdfast.training.engine_forms import settle_forms
 from holdfast.training.engines import PublishedEngine, give_weights
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import CompletionsAhead
+from holdfast.training.rollout_memory import settle_blocks
 from holdfast.training.run import Evaluation, Model, Run, Training
 from holdfast.types import Group, Prompt
 
@@ -78,7 +81,14 @@ class Sampler:
         present = model.state.updates, model.holds_averages
         if self.published != present:
             give_weights(self.engine, model)
+            if isinstance(self.engine, InProcessEngine):
+                settle_forms(model, self.engine)
             self.published = present
+
+    def follow(self, model: Model) -> None:
+        """Give the engine the blocks of keys and values that the run began with, if there is room for them."""
+        if isinstance(self.engine, InProcessEngine) and self.engine.block_limit is not None:
+            settle_blocks(model, self.engine, self.engine.block_room)
 
     def step_metrics(self) -> dict[str, float]:
         """Return what an engine in other processes measured since the last call; all ranks call this together."""
@@ -140,6 +150,10 @@ class PolicyTraining(Training):
     def config(self) -> GRPOConfig:
         """The configuration of a policy's run."""
         return self.evaluation.config
+
+    def continued(self) -> None:
+        """Give the engine the blocks of keys and values that the run began with."""
+        self.evaluation.sampler.follow(self.model)
 
     @property
     def critic(self) -> Model | None:

@@ -13,7 +13,7 @@ from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.check.forward import documents
 from holdfast.models.check.head_forms import HeadComparison, compare_forms
-from holdfast.models.heads.form import take_kernels, use_kernels
+from holdfast.models.heads.form import take_kernels, use_kernels, why_no_kernels_for
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.parallel.forms import TIMED_TOKENS, Candidate, timed_rounds
 from holdfast.parallel.plan import ShardPlan
@@ -26,17 +26,20 @@ def choose_head_form(run: Run, policy: PolicyModel, plan: ShardPlan) -> str:
     Returns:
         Why they cannot, "" if they can, or where there is no GPU.
     """
-    if run.world.device.type != "cuda" or run.config.scores or policy.readable_head() is None:
+    if not has_choice(run, policy):
         return ""
     if reason := why_unused(run.config):
         return reason
-    simulated = run.without_numbers is not None
     dtype = getattr(torch, plan.compute_dtype)
-    reason = take_kernels(policy, dtype, run.world.device, simulated=simulated)
-    reason = next(filter(None, run.ranks.gather(reason)), "")
-    if reason:
-        use_kernels(policy, 0)
+    reason = next(filter(None, run.ranks.gather(why_no_kernels_for(policy, dtype, run.world.device))), "")
+    if not reason:
+        take_kernels(policy, dtype, run.world.device)
     return reason
+
+
+def has_choice(run: Run, policy: PolicyModel) -> bool:
+    """Return whether a policy has a head that kernels could sweep, on a GPU."""
+    return run.world.device.type == "cuda" and not run.config.scores and policy.readable_head() is not None
 
 
 def why_unused(config: TrainingConfig) -> str:

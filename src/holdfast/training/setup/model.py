@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.config.verbs.critic import RewardScoring
 from holdfast.config.verbs.distill import DistillConfig
@@ -41,7 +42,7 @@ from holdfast.parallel.compiler import BlockCompiler
 from holdfast.parallel.forms import Forms
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ModelEnds, ParameterInfo, ShardPlan, plan_shards
-from holdfast.parallel.shards import materialise, place_empty
+from holdfast.parallel.shards import materialise
 from holdfast.training.run import Model, Run
 from holdfast.training.setup.compiled import check_compiled
 from holdfast.training.setup.context import join_context
@@ -51,9 +52,6 @@ from holdfast.types import Example, Scores
 
 _SHARDS_OF_BYTES = (2, 13)
 """The first torch that was seen to shard frozen tensors of bytes; 2.11 fails."""
-_WITHOUT_NUMBERS = "aot_eager_decomp_partition"
-"""The compiler of blocks whose tensors hold no numbers: it chooses what is saved for the backward pass as inductor
-does, which itself fails on such tensors, and runs the operations one by one."""
 
 
 def build_policy(run: Run, origin: Blueprint, *, trained: bool = True) -> Model:
@@ -62,37 +60,62 @@ def build_policy(run: Run, origin: Blueprint, *, trained: bool = True) -> Model:
     Raises:
         UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
     """
-    config, world, ranks = run.config, run.world, run.ranks
-    mesh = ranks.on_all_ranks(lambda: build_mesh(config.parallel, world))
-    images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
-    policy, router_note = unplaced_policy(run, origin, trained=trained)
-    device = world.device.type
-    compiled = config.compiles_blocks(device)
-    plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), device, compiled=compiled))
-    ranks.on_all_ranks(lambda: join_context(config, world, origin, policy))
-    no_kernels = choose_head_form(run, policy, plan)
+    unplaced = plan_model(run, origin, trained=trained)
+    return place_model(unplaced, trained=trained)
+
+
+@dataclass(frozen=True)
+class UnplacedModel:
+    """A model with its plan, whose parameters have no memory yet."""
+
+    model: Model
+    mesh: DeviceMesh
+    images: ImageSide | None
+    """Makes tokens of images; None where the model sees none."""
+    router_note: str
+
+
+def plan_model(run: Run, origin: Blueprint, *, trained: bool = True) -> UnplacedModel:
+    """Plan a model without reading a weight; all ranks call this together.
+
+    Raises:
+        UserError: The plan cannot work.
+    """
+    config, world = run.config, run.world
+    with run.ranks.together():
+        mesh = build_mesh(config.parallel, world)
+        images = image_side_of(config, origin)
+        module, router_note = unplaced_policy(run, origin, trained=trained)
+        compiled = config.compiles_blocks(world.device.type)
+        plan = make_plan(config, module, mesh.size(1), world.device.type, compiled=compiled)
+        join_context(config, world, origin, module)
     forms = _forms_of(run, plan, trained=trained)
-    model = Model(run=run, blueprint=origin, plan=plan, module=policy, forms=forms)
-    if run.without_numbers is not None:
-        with run.without_numbers():
-            apply_plan(policy, plan, mesh, partial(nn.Module.compile, backend=_WITHOUT_NUMBERS))
-            place_empty(policy, origin.buffers, world.device, offload=plan.cpu_offload)
-        return model
+    model = Model(run=run, blueprint=origin, plan=plan, module=module, forms=forms)
+    return UnplacedModel(model, mesh, images if isinstance(images, ImageSide) else None, router_note)
+
+
+def place_model(unplaced: UnplacedModel, *, trained: bool = True) -> Model:
+    """Shard a planned model, read its weights and compare it with transformers' own; all ranks call this together.
+
+    Raises:
+        UserError: A tensor is missing, or the forward pass is not the model's own.
+    """
+    model, images = unplaced.model, unplaced.images
+    run, plan, origin = model.run, model.plan, model.blueprint
+    no_kernels = choose_head_form(run, model.module, plan)
     compiler = BlockCompiler()
-    apply_plan(policy, plan, mesh, compiler.compile)
-    ranks.on_all_ranks(
-        lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
-    )
-    side = images if isinstance(images, ImageSide) else None
-    if plan.compile_blocks and world.is_first:
+    apply_plan(model.module, plan, unplaced.mesh, compiler.compile)
+    with run.ranks.together():
+        materialise(model.module, origin.source, origin.buffers, run.world.device, offload=plan.cpu_offload)
+    if plan.compile_blocks and run.world.is_first:
         count = len(plan.compile_blocks)
         print(f"blocks: {count} are compiled now, which takes minutes where torch's cache lacks them", flush=True)
-    checked = check_compiled(model, compiler, lambda: check_model(model, side), side)
-    head_line = check_head_form(model, side, no_kernels)
-    if world.is_first:
-        for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked, head_line if trained else ""):
-            if line:
-                print(line, flush=True)
+    checked = check_compiled(model, compiler, lambda: check_model(model, images), images)
+    head_line = check_head_form(model, images, no_kernels)
+    if run.world.is_first:
+        lines = [*plan.describe().splitlines(), *origin.notes, unplaced.router_note, *checked]
+        for line in filter(None, [*lines, head_line if trained else ""]):
+            print(line, flush=True)
     return model
 
 
@@ -110,7 +133,7 @@ def unplaced_policy(run: Run, origin: Blueprint, *, trained: bool = True) -> tup
     """Return the policy as it is before its parameters have memory, and what to say of its routers.
 
     Raises:
-        ConfigError: Its routers' loss cannot be computed on these ranks; the same on all of them.
+        ConfigError: Its routers' loss cannot be computed on these ranks.
     """
     config = run.config
     storage, frozen = storage_of(config.model)
@@ -121,7 +144,7 @@ def unplaced_policy(run: Run, origin: Blueprint, *, trained: bool = True) -> tup
         origin.model.set_experts_implementation("eager")
     router_loss, router_note = (None, "")
     if trained:
-        router_loss, router_note = run.ranks.on_all_ranks(lambda: _router_loss(config, origin, run.world))
+        router_loss, router_note = _router_loss(config, origin, run.world)
     return policy_model(config, origin, router_loss), router_note
 
 

@@ -174,8 +174,7 @@ def optimizer_of(run: Run, parameters: Mapping[str, nn.Parameter], policy: Polic
     config, ranks = run.config.optim, run.ranks
     if isinstance(config, UserOptimizerConfig):
         kind = ranks.on_all_ranks(lambda: _class_at(config.path, run))
-        all_raise = None if run.without_numbers is not None else run.whether_all_raise()
-        return build_user_optimizer(config, kind, parameters, ranks, all_raise)
+        return build_user_optimizer(config, kind, parameters, ranks, run.whether_all_raise())
     vocabulary, stacks = (set[str](), {}) if policy is None else (vocabulary_of(policy), stacks_of(policy))
     return ranks.on_all_ranks(lambda: build_optimizer(config, parameters, vocabulary, stacks))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache
 from holdfast.rollout.local.graphs import CHECKED_STEPS
 from holdfast.rollout.local.inprocess import InProcessEngine
-from holdfast.training.engines import open_engine
+from holdfast.training.engines import give_weights, open_engine
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.experience import pack_rollout, with_advantages
 from holdfast.training.policy.made_up import made_up_rollout
@@ -41,7 +42,14 @@ from holdfast.training.policy.run import (
     offloaded,
     restored_afterwards,
 )
-from holdfast.training.rollout_memory import deal_memory
+from holdfast.training.rollout_memory import (
+    check_copy_fits,
+    completion_bytes,
+    free_beside,
+    limit_engine,
+    longest_row,
+    shared_by_ranks,
+)
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
@@ -103,13 +111,13 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyTraining:
     )
     reference = None
     if config.reference.kind != "none" and config.kl.coefficient > 0:
-        reference = reference_of(step, config.reference, "kl")
+        reference = reference_of(step, config.reference)
     stream: Any = None
     training = PolicyTraining(
         evaluation=evaluation, stream=stream, source_names=(), observers=(), identity={}, reference=reference
     )
     if config.critic is not None:
-        add_critic(training, config.critic, Live())
+        add_critic(training, config.critic, Live(), step.build)
         critic = training.companions[CRITIC]
         follow_model(step.ledger, critic.module)
         step.companions[CRITIC] = critic
@@ -226,8 +234,18 @@ def _sampler_of(step: PlannedStep, section: EngineConfig) -> Sampler:
 
 
 def _deal_memory(step: PlannedStep, sampler: Sampler, section: EngineConfig, context: int) -> None:
-    others = step.companions.values()
-    deal_memory(sampler.engine, step.model, section, context, companions=others, planned=True)
+    """Give our own decoding the blocks that the run would take; where memory has no room, the table says so."""
+    model, engine = step.model, sampler.engine
+    if not isinstance(section.engine, LocalEngineConfig):
+        return
+    common, in_process = shared_by_ranks(model), isinstance(engine, InProcessEngine)
+    if section.copy_gib is not None:
+        check_copy_fits(model, section.copy_gib, common, in_process=in_process)
+    if isinstance(engine, InProcessEngine):
+        free = free_beside(model, common, companions=step.companions.values())
+        if completion_bytes(model, longest_row(model, section, context)) > free:
+            free = sys.maxsize
+        limit_engine(engine, model, section, context, free)
 
 
 def _left_out(section: EngineConfig) -> str:
@@ -271,7 +289,8 @@ class PlannedEngine:
 
         self._engine.update_weights = lambda tensors, version: take(counted(tensors), version)  # type: ignore[method-assign]
         try:
-            sampler.publish(step.model)
+            give_weights(self._engine, step.model)
+            sampler.published = step.model.state.updates, False
             # The first publish gives the copy its memory, in parameters that were not there before.
             copy = named_parameters(self._engine._replica.model).values()
             self._ledger.name([parameter.data for parameter in copy], ROLLOUT_WEIGHTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,18 @@ from holdfast.features.plan.counting.kinds import REFERENCE
 from holdfast.features.plan.counting.memory import Ledger, follow_model
 from holdfast.features.plan.counting.traffic import Traffic
 from holdfast.features.plan.execution.origin import shape_of, teacher_section
+from holdfast.features.plan.execution.shapes import WithoutNumbers, place_shapes
 from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
 from holdfast.training.distillation.build import objective_of_rows
 from holdfast.training.engines import layout_of
-from holdfast.training.other_models.reference import build_reference, following_of, scored
+from holdfast.training.other_models.reference import (
+    AdapterOff,
+    decide_place,
+    following_of,
+    reference_twin,
+    scored,
+)
 from holdfast.training.other_models.teacher import Teacher, teacher_configuration
 from holdfast.training.preference.build import pair_layout
 from holdfast.training.preference.run import (
@@ -39,7 +47,7 @@ from holdfast.training.preference.run import (
 from holdfast.training.run import Evaluation, Model, Run, Training
 from holdfast.training.setup.begin import Live, give_optimizer
 from holdfast.training.setup.losses import preference_objective, supervised_objective
-from holdfast.training.setup.model import build_policy, image_side_of
+from holdfast.training.setup.model import image_side_of
 from holdfast.training.step import train_step
 from holdfast.types import Example, MiniBatch
 
@@ -55,6 +63,8 @@ class PlannedStep:
     ledger: Ledger
     traffic: Traffic
     model: Model
+    build: Callable[..., Model]
+    """Places a model, as `build_policy` does in a run."""
     companions: dict[str, Model] = field(default_factory=dict)
     """Further trained models, by the prefix of their tensors' names in checkpoints."""
     make: Callable[[], object] = lambda: None
@@ -102,7 +112,7 @@ class PlannedStep:
         return replace(mini_batch, micro_batches=tuple(batches[:2]))
 
 
-def planned_step(run: Run, ledger: Ledger, traffic: Traffic) -> PlannedStep:
+def planned_step(run: Run, ledger: Ledger, traffic: Traffic, without_numbers: WithoutNumbers) -> PlannedStep:
     """Build what a run's step needs.
 
     Raises:
@@ -110,12 +120,12 @@ def planned_step(run: Run, ledger: Ledger, traffic: Traffic) -> PlannedStep:
     """
     config = run.config
     origin = blueprint(config.model, run.base, seed=config.seed, scorer=config.scores)
-    model = build_policy(run, origin)
+    build = partial(place_shapes, without_numbers)
+    model = build(run, origin)
     follow_model(ledger, model.module)
-    assert run.without_numbers is not None
-    with run.without_numbers():
+    with without_numbers():
         give_optimizer(model, config.steps)
-    step = PlannedStep(run, ledger, traffic, model)
+    step = PlannedStep(run, ledger, traffic, model, build)
     step.watch(model.module)
     match config:
         case GRPOConfig():
@@ -152,7 +162,7 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
     objective = preference_objective(section, step.run)
     reference = None
     if section.needs_reference and not config.reference.precompute:
-        reference = reference_of(step, config.reference, "preference")
+        reference = reference_of(step, config.reference)
     evaluation = PreferenceEvaluation(
         model=model,
         objective=objective,
@@ -226,20 +236,22 @@ def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], obje
 
 def frozen(step: PlannedStep, run: Run, origin: Blueprint) -> Model:
     """Return a model that is not trained, sharded like the run's own."""
-    model = build_policy(run, origin, trained=False)
+    model = step.build(run, origin, trained=False)
     model.module.eval()
     step.watch(model.module, REFERENCE)
     return model
 
 
-def reference_of(step: PlannedStep, section: ReferenceConfig | ServerReferenceConfig, why: str) -> Any:
+def reference_of(step: PlannedStep, section: ReferenceConfig | ServerReferenceConfig) -> Any:
     """Return the reference policy; None of one behind a server, which takes nothing here."""
     if isinstance(section, ServerReferenceConfig):
         step.notes.append("reference: behind a server, which is not part of this plan")
         return None
-    reference = build_reference(step.model, Live(), section, why=why)
-    if hasattr(reference, "parameters"):
-        step.watch(reference, REFERENCE)
+    kind, _ = decide_place(step.model, section)
+    if kind == "adapter_off":
+        return AdapterOff(step.model.module)
+    reference = frozen(step, *reference_twin(step.model, Live(), kind)).module
+    reference.padded = step.model.module.padded
     step.model.following = following_of(reference, section)
     return reference
 
