@@ -265,13 +265,19 @@ class MiniBatch:
 class Scores(NamedTuple):
     """What a forward pass says about the scored tokens. A named tuple, so that FSDP2 sees the tensors in it."""
 
-    logprobs: Tensor
-    """[N] log-probability of each scored token, float32 or float64"""
+    values: Tensor
+    """[N] a number for each scored token, float32 or float64: of a policy its log-probability, of a reward model the
+    score of the text, of a critic its value"""
     accuracy: Tensor
     """[N] float32, 1/n of a token among n whose logits are all the largest, 0 of any other: what a fair draw among the
     most probable tokens would score"""
     entropy: Tensor | None
     """[N] entropy in nats of the distribution each scored token stands in; None unless asked for"""
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Return the values of a policy: [N] log-probabilities."""
+        return self.values
 
 
 class LossSum(NamedTuple):

@@ -18,7 +18,7 @@ from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.distill import distill, distill_step
 from holdfast.training.distillation.build import build_distillation_run
 from holdfast.training.distillation.run import evaluate_distilled
-from holdfast.training.other_models.server import ScoringServer
+from holdfast.training.other_models.reference import ServedModel, scored
 from holdfast.training.run import StepAbandoned
 from holdfast.training.setup.begin import Live
 from holdfast.types import MiniBatch
@@ -127,8 +127,9 @@ def evaluated_twice(world: World, tree: dict[str, Any], rows: Any) -> list[dict[
 def idle(world: World, tree: dict[str, Any], rows: Any) -> None:
     """Let the teacher's server score a batch that holds nothing on any rank."""
     training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    assert isinstance(training.evaluation.teacher.model, ScoringServer)
-    training.evaluation.teacher.model.scored(MiniBatch((pack([], []),), 0.0, 0, 0, 0), "teacher_logprobs")
+    assert isinstance(training.evaluation.teacher.model, ServedModel)
+    idle_batch = MiniBatch((pack([], []),), 0.0, 0, 0, 0)
+    scored(training.common.model, training.evaluation.teacher.model, idle_batch, "teacher_logprobs")
 
 
 def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:

@@ -60,7 +60,7 @@ class Toy(nn.Module):
             inputs = block(inputs, *more)
         return inputs
 
-    def upstream_logprobs(self, tokens: torch.Tensor) -> torch.Tensor:
+    def upstream_values(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens
 
     def router_tally(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -379,7 +379,7 @@ def test_a_mixture_of_experts_runs_in_float64(tmp_path: Path) -> None:
     policy, _ = filled(tmp_path, dtype="float64", attention="sdpa")
     policy.double()
 
-    logprobs = policy.upstream_logprobs(torch.arange(2, 9))
+    logprobs = policy.upstream_values(torch.arange(2, 9))
 
     assert logprobs.dtype == torch.float64
 

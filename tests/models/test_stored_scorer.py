@@ -84,5 +84,5 @@ def test_each_token_counts_by_the_weight_of_its_sequence() -> None:
 
     loss = model(batch, NegativeLogLikelihood()).loss
 
-    scores = [model.upstream_logprobs(torch.from_numpy(example.tokens)) for example in examples]
+    scores = [model.upstream_values(torch.from_numpy(example.tokens)) for example in examples]
     assert loss.item() == pytest.approx(-(0.25 * scores[0].sum() + 3.0 * scores[1].sum()).item(), rel=1e-10)

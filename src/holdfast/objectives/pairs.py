@@ -36,6 +36,11 @@ class Answers:
         """Log-probability per token: the logarithm of the geometric mean of the tokens' probabilities."""
         return self.logps / self.lengths
 
+    @property
+    def scores(self) -> Tensor:
+        """Scores of a reward model, which has one scored token in an answer and no log-probabilities."""
+        return self.logps
+
     def every(self, step: int, first: int = 0) -> Answers:
         """Return the answers first, first + step, first + 2 step and so on."""
         return Answers(self.logps[first::step], self.log_ratios[first::step], self.lengths[first::step])
@@ -237,8 +242,7 @@ class ORPO(_ReferenceFreeLoss):
 class BradleyTerry:
     """Likelihood that the chosen answer wins, by the scores of a reward model (arXiv:2203.02155, eq. 1).
 
-    A score stands where a policy has its log-probability. `center` weighs the square of a pair's summed scores
-    (Eisenstein et al., arXiv:2312.09244, appendix A).
+    `center` weighs the square of a pair's summed scores (Eisenstein et al., arXiv:2312.09244, appendix A).
     """
 
     center: float = 0.0
@@ -250,7 +254,7 @@ class BradleyTerry:
 
     def rewards(self, answers: Answers) -> Tensor:
         """Return the scores."""
-        return answers.logps
+        return answers.scores
 
 
 def _log_odds(mean_logps: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class PairedPreference:
         - loss/NAME: each of several losses, unweighted.
         - entropy: in nats, over trained tokens, where it was computed.
         """
-        pairs = self._pairs(scores.logprobs, tokens)
+        pairs = self._pairs(scores.values, tokens)
         count = float(pairs.chosen.logps.numel())
         chosen, rejected = (self.losses[0].loss.rewards(side) for side in pairs)
         means = {
@@ -149,4 +149,4 @@ class KTO:
 def _entropy(scores: Scores) -> dict[str, Tensor]:
     if scores.entropy is None:
         return {}
-    return {"entropy": ratio(scores.entropy.sum(dtype=torch.float64), float(scores.logprobs.numel()))}
+    return {"entropy": ratio(scores.entropy.sum(dtype=torch.float64), float(scores.values.numel()))}

@@ -86,16 +86,16 @@ class ValueLoss:
     """No head makes values, so there are no logits to go through in chunks."""
     needs_entropy: bool = False
 
-    def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:  # noqa: ARG002
-        """Return [n] terms; `logprobs` are the critic's values."""
-        plain, bounded = self._errors(logprobs, tokens)
+    def token_terms(self, values: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:  # noqa: ARG002
+        """Return [n] terms of the critic's values."""
+        plain, bounded = self._errors(values, tokens)
         return torch.maximum(plain, bounded) / 2
 
     def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
         """Return the share of values that the bound holds, where there is one."""
         if self.clip is None:
             return {}
-        plain, bounded = self._errors(scores.logprobs, tokens)
+        plain, bounded = self._errors(scores.values, tokens)
         return {"clip_fraction": ratio((bounded > plain).sum(), float(plain.numel()))}
 
     def _errors(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan, ShardUnit
 from holdfast.parallel.unused_gradients import reduce_unused
 
 FORWARD_METHODS = (
-    "upstream_logprobs",
+    "upstream_values",
     "upstream_hidden",
     "upstream_head",
     "router_tally",

@@ -225,10 +225,10 @@ def upstream(sides: Sides, example: Example) -> Tensor:
     inputs: dict[str, Tensor] = {}
     if sides.images is not None and example.model_inputs:
         upstream_inputs = sides.images.upstream_inputs(example.tokens, example.model_inputs)
-        inputs = {name: torch.as_tensor(values, device=sides.device) for name, values in upstream_inputs.items()}
+        inputs = {name: torch.as_tensor(each, device=sides.device) for name, each in upstream_inputs.items()}
     with as_files_say(sides.policy.language_model, sides.witness, sides.device):
-        logprobs = sides.policy.upstream_logprobs(torch.as_tensor(example.tokens, device=sides.device), inputs)
-    return logprobs[torch.as_tensor(example.loss_mask[1:], device=sides.device)]
+        values: Tensor = sides.policy.upstream_values(torch.as_tensor(example.tokens, device=sides.device), inputs)
+    return values[torch.as_tensor(example.loss_mask[1:], device=sides.device)]
 
 
 def _beyond(sides: Sides, lengths: LengthBoundaries) -> float:
@@ -265,7 +265,7 @@ def _batch(sides: Sides, examples: Sequence[Example]) -> Batch:
 def _ours(sides: Sides, examples: list[Example]) -> list[Tensor]:
     scores = sides.policy(_batch(sides, examples))
     assert isinstance(scores, Scores)
-    return list(torch.split(scores.logprobs, [example.trained_tokens for example in examples]))
+    return list(torch.split(scores.values, [example.trained_tokens for example in examples]))
 
 
 _LIMITS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2.0**-6}

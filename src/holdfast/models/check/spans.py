@@ -46,4 +46,4 @@ def check_spans(sides: Sides, spread: float) -> None:
 def _logprobs(sides: Sides, batch: Batch) -> torch.Tensor:
     scores = sides.policy(to_device(batch, sides.device))
     assert isinstance(scores, Scores)
-    return scores.logprobs
+    return scores.values

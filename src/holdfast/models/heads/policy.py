@@ -287,7 +287,7 @@ class PolicyModel(nn.Module):
         tokens = batch.tokens.masked_fill(batch.loss_mask & (batch.tokens == token), 0 if token else 1)
         return torch.where(batch.loss_mask, tokens, self.family.with_one_image_token(tokens))
 
-    def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
+    def upstream_values(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score one sequence by transformers' own forward: the yardstick of the check at start.
 
         Args:

@@ -1,8 +1,7 @@
 """A reward model: the backbone of a language model, and one number for a whole text.
 
 It is transformers' model for sequence classification, whose layer `score` reads the hidden state of a text's last
-token. In training it has one output. A text has one scored token, its last, and its score stands where a policy has a
-log-probability.
+token. In training it has one output. A text has one scored token, its last.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _OF_LANGUAGE_MODELS = ("lm_head.", "output.")
 
 
 class ScoreModel(PolicyModel):
-    """As `PolicyModel`, with a score for each scored token in the place of its log-probability."""
+    """A model with the forward pass of a `PolicyModel`, whose `Scores.values` are scores of texts."""
 
     def _scored(
         self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
@@ -48,9 +47,9 @@ class ScoreModel(PolicyModel):
         if objective is None:
             return scored
         tokens = scored_tokens(batch)
-        terms = objective.token_terms(scored.logprobs, None, tokens)
-        loss = spans.first_ranks_loss((terms * tokens.weights.to(scored.logprobs.dtype)).sum(), batch)
-        detached = scored._replace(logprobs=scores.detach())
+        terms = objective.token_terms(scores, None, tokens)
+        loss = spans.first_ranks_loss((terms * tokens.weights.to(scores.dtype)).sum(), batch)
+        detached = scored._replace(values=scores.detach())
         return LossSum(loss, detached, spans.counted_once(objective.sums(detached, tokens), batch))
 
     def readable_head(self) -> None:
@@ -66,7 +65,7 @@ class ScoreModel(PolicyModel):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return linear(hidden.to(wide), layer.weight.to(wide)).squeeze(-1)
 
-    def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
+    def upstream_values(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score every token but the first by transformers' own backbone: the yardstick of the check at start."""
         with self.rotary.as_upstream():
             output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
@@ -74,12 +73,12 @@ class ScoreModel(PolicyModel):
 
 
 class ValueModel(ScoreModel):
-    """A critic: its score of a token is made of what precedes it, where a policy has the token's prediction."""
+    """A critic, whose `Scores.values` are values: that of a token is made of what precedes it."""
 
     def _places(self, batch: Batch) -> Tensor:
         return spans.predictors_of_all(batch)
 
-    def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
+    def upstream_values(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score what precedes every token but the first."""
         with self.rotary.as_upstream():
             output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
@@ -95,13 +94,13 @@ class StoredScoreModel(ScoreModel):
         outputs: Tensor = layer(hidden)
         return outputs
 
-    def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
+    def upstream_values(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the outputs for every token but the first, moved by what its class says otherwise of the text.
 
         So a class that makes its scores of more than the hidden state, or at another token, is found out at start, also
         where differences are averaged over tokens.
         """
-        scores = super().upstream_logprobs(tokens, inputs)
+        scores = super().upstream_values(tokens, inputs)
         config: Any = self.language_model.config
         position = place_of_score(tokens.tolist(), config.get_text_config().pad_token_id)
         with self.rotary.as_upstream():

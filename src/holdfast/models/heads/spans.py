@@ -119,4 +119,4 @@ def scores_of_all(scores: Scores, batch: Batch, exchange: RowExchange | None) ->
         return exchange.add(spread.index_copy(0, index, values))
 
     entropy = None if scores.entropy is None else of_all(scores.entropy)
-    return Scores(of_all(scores.logprobs), of_all(scores.accuracy), entropy)
+    return Scores(of_all(scores.values), of_all(scores.accuracy), entropy)

@@ -27,7 +27,7 @@ from holdfast.training.distillation.run import (
 )
 from holdfast.training.engines import layout_of, open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
-from holdfast.training.other_models.server import ScoringServer
+from holdfast.training.other_models.reference import ServedModel
 from holdfast.training.other_models.teacher import Teacher, build_teacher
 from holdfast.training.policy.run import Sampler
 from holdfast.training.rollout_memory import deal_memory
@@ -120,7 +120,7 @@ def _evaluation(config: DistillConfig, setup: RunSetup) -> DistillEvaluation:
 def objective_of_rows(config: DistillConfig, teacher: Teacher) -> Comparison:
     """Return the comparison on the answers of rows."""
     match teacher.model:
-        case ScoringServer():
+        case ServedModel():
             return BothLikelihoods()
         case model:
             return TeacherComparison(_divergence(config), model)

@@ -1,1 +1,1 @@
-"""Other models that score batches: reference policies, teachers, precomputed tables, models behind a server."""
+"""Other models that score batches: reference policies, teachers, tables of a reference's numbers."""

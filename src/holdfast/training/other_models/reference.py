@@ -1,24 +1,27 @@
-"""The reference policy: a frozen copy of the model at the start of the run, sharded like the policy.
+"""The reference policy: the model at the start of the run, in memory, as the policy without its adapters, or served.
 
-Unless `reference.sync` lets it follow the policy (optim/reference_ema.py), it never changes. It may be served by an
-endpoint, whose numbers are then compared with the policy's before step 1. `scored` adds its log-probabilities, or those
-of another model, to a mini-batch as a column.
+Unless `reference.sync` lets it follow the policy (optim/reference_ema.py), it never changes. `build_frozen` places a
+reference, a teacher or a reward model in memory. `scored` adds the log-probabilities of a model, wherever it is, to a
+mini-batch as a column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from holdfast import registry
 from holdfast.config.sections.reference import ServerReferenceConfig, sync_of
 from holdfast.config.sections.rollout import ReferenceConfig
-from holdfast.data.batches.packing import to_device
+from holdfast.data.batches.packing import places, to_device
 from holdfast.data.content.images import LeftOutByRun
 from holdfast.errors import ModelError
 from holdfast.files import size_words
@@ -29,12 +32,11 @@ from holdfast.optim.reference_ema import FollowingModel
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.other_models.server import Role, ScoringServer, meet
 from holdfast.training.rollout_memory import free_bytes
 from holdfast.training.run import Model, Run
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.model import build_policy, probe_logprobs
-from holdfast.types import Batch, LossSum, MiniBatch, Scores
+from holdfast.types import Batch, LossSum, MiniBatch, Scores, host_value
 
 _PROBE_TOKENS = 24
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
@@ -42,7 +44,30 @@ _ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 
 LocalReference = Callable[..., LossSum | Scores]
 """(batch, temperature=...) -> scores, without gradients"""
-Reference = LocalReference | ScoringServer
+
+
+class ServedModel(ABC):
+    """A model that tells log-probabilities of given tokens and nothing else (features/served_models)."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name under which the model is served."""
+
+    @abstractmethod
+    def told(self, texts: Sequence[NDArray[np.int64]]) -> list[NDArray[np.float64]]:
+        """Return the log-probabilities of the texts of this rank, [L] each, at temperature 1; NaN for the first token.
+
+        Raises:
+            RunStopped: It does not answer, or its answer cannot be used.
+        """
+
+    @abstractmethod
+    def remembering(self) -> ServedModel:
+        """Return the same model, which a rank asks for each text once."""
+
+
+Reference = LocalReference | ServedModel
 
 
 @dataclass(frozen=True)
@@ -74,7 +99,8 @@ def build_reference(
         ModelError: The reference is not frozen, or device, sharding or numbers are not the policy's.
     """
     if isinstance(section, ServerReferenceConfig):
-        return connect_reference(policy, section, why=why)
+        served: ServedModel = registry.load(registry.SERVED_REFERENCE)(policy, section, why=why)
+        return served
     world, ranks = policy.run.world, policy.run.ranks
     kind, note = decide_place(policy, section)
     if world.is_first and note:
@@ -85,13 +111,8 @@ def build_reference(
         _check_off(policy, ranks)
         return AdapterOff(policy.module)
     twin, origin = reference_twin(policy, live, kind)
-    if world.is_first:
-        location = "in host memory" if "parameters" in twin.config.parallel.offloads else "sharded like the policy"
-        print(f"reference policy: {location}, for {why}; its plan:", flush=True)
-    reference = build_policy(twin, origin, trained=False)
+    reference = build_frozen(twin, origin, "reference policy", why=f", for {why}")
     reference.module.padded = policy.module.padded
-    reference.module.eval()
-    ranks.on_all_ranks(lambda: check_place(reference, "reference policy"))
     _check_numbers(reference.module, policy, ranks)
     return reference.module
 
@@ -113,6 +134,29 @@ def reference_twin(policy: Model, live: Live, kind: str) -> tuple[Run, Blueprint
         ),
     )
     return twin, origin
+
+
+def build_frozen(run: Run, origin: Blueprint, title: str, *, why: str = "") -> Model:
+    """Return a model that is never trained, in the place that its setting plans; all ranks call this together.
+
+    Args:
+        run: Of the run, with the sections that are the model's own.
+        origin: The model.
+        title: What messages call it.
+        why: What needs it, for the user.
+
+    Raises:
+        ModelError: It is not frozen, or not where its plan puts it.
+        PlanError: It cannot be sharded.
+    """
+    if run.world.is_first:
+        offloaded = "parameters" in run.config.parallel.offloads
+        location = "in host memory" if offloaded else "sharded like the policy"
+        print(f"{title}: {location}{why}; its plan:", flush=True)
+    frozen = build_policy(run, origin, trained=False)
+    frozen.module.eval()
+    run.ranks.on_all_ranks(lambda: check_place(frozen, title))
+    return frozen
 
 
 def following_of(
@@ -244,46 +288,13 @@ def alternatives(plan: ShardPlan, why_not_off: str) -> str:
     )
 
 
-_ROLE = Role("reference", "reference policy", "policy")
 NO_IMAGES = LeftOutByRun("reference.kind: server sends tokens, and no images; use sharded")
 """Why no row may have images."""
 
 
-def connect_reference(policy: Model, section: ServerReferenceConfig, *, why: str) -> ScoringServer:
-    """Return the reference policy behind an endpoint, compared with the policy; all ranks call this together.
-
-    Args:
-        policy: Freshly built: as it is at the start of the run.
-        section: Where the endpoint is.
-        why: What needs it, for the user.
-
-    Raises:
-        ConfigError: It cannot be reached, or does not serve what is asked for; the same on all ranks.
-        ModelError: Its tokenizer, its vocabulary or its weights are not the policy's.
-    """
-    scoring_server, compared = meet(policy, section, _ROLE, samples=policy.run.config.samples, drift=section.bound)
-    probe, model = scoring_server.probe, scoring_server.server.model
-    difference = max(policy.run.ranks.gather(float(np.abs(probe.told_by(policy) - probe.logprobs).max())))
-    if section.bound is not None and not difference <= section.bound:
-        raise ModelError(
-            f"reference: {model} at {section.url} is not the model at start: of one text their log-probabilities "
-            f"differ by {difference:.2g} nats, and reference.bound is {section.bound:g}. Serve the weights of "
-            "model.path; or set reference.bound: null if another reference is what you want, or a larger bound if its "
-            "precision is lower."
-        )
-    if policy.run.world.is_first:
-        note = "" if compared else "; its tokenizer could not be compared, since it named no tokens"
-        print(
-            f"reference policy: {model} at {section.url}, for {why}; of one text its log-probabilities differ "
-            f"from the policy's by at most {difference:.1e} nats{note}",
-            flush=True,
-        )
-    return scoring_server
-
-
 @torch.no_grad()
 def scored(sharded: Model, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False) -> MiniBatch:
-    """Add a model's log-probabilities, and perhaps `entropy`, to every trained token; all ranks call this together.
+    """Add a model's log-probabilities, or a critic's values, to every trained token; all ranks call this together.
 
     Args:
         sharded: Where the batch goes, and at which temperature it is scored.
@@ -291,19 +302,44 @@ def scored(sharded: Model, model: Reference, mini_batch: MiniBatch, name: str, *
         mini_batch: What is scored.
         name: Of the column.
         entropy: Also add entropies.
+
+    Raises:
+        RunStopped: The model is served, and does not answer or cannot be used; the same on all ranks.
     """
-    if isinstance(model, ScoringServer):
-        return model.scored(mini_batch, name)
+    if isinstance(model, ServedModel):
+        return _told(sharded, model, mini_batch, name)
     batches = []
     for micro_batch in mini_batch.micro_batches:
         batch = to_device(micro_batch, sharded.run.world.device)
         scores = model(batch, temperature=sharded.temperature, entropy=entropy)
         assert isinstance(scores, Scores)
-        added = {name: on_tokens(batch, scores.logprobs)}
+        added = {name: on_tokens(batch, scores.values)}
         if scores.entropy is not None:
             added["entropy"] = on_tokens(batch, scores.entropy)
         batches.append(replace(batch, per_token={**batch.per_token, **added}))
     return replace(mini_batch, micro_batches=tuple(batches))
+
+
+def _told(sharded: Model, model: ServedModel, mini_batch: MiniBatch, name: str) -> MiniBatch:
+    """Add what a served model tells of this rank's trained tokens, 0 elsewhere."""
+    batches = [to_device(batch, sharded.run.world.device) for batch in mini_batch.micro_batches]
+    columns = [torch.zeros(batch.tokens.shape, dtype=batch.weights.dtype) for batch in batches]
+    texts, trained_places = [], []
+    for batch, column in zip(batches, columns, strict=True):
+        tokens, mask = (host_value(each, "tokens for a server") for each in (batch.tokens, batch.loss_mask))
+        for row, span in places(batch):
+            (trained,) = np.nonzero(mask[row, span])
+            if trained.size:
+                texts.append(tokens[row, span][: trained[-1] + 1])
+                trained_places.append((column[row], np.arange(mask.shape[1])[span][trained], trained))
+    logprobs = sharded.run.ranks.on_all_ranks(lambda: model.told(texts))
+    for (values, where, trained), told in zip(trained_places, logprobs, strict=True):
+        values[torch.from_numpy(where)] = torch.from_numpy(told[trained]).to(values.dtype)
+    added = (
+        replace(batch, per_token={**batch.per_token, name: column.to(batch.tokens.device)})
+        for batch, column in zip(batches, columns, strict=True)
+    )
+    return replace(mini_batch, micro_batches=tuple(added))
 
 
 def on_tokens(batch: Batch, values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""A table of the reference policy's log-probabilities for all answers of a run, computed once and stored in a file.
+"""A table of the reference policy's log-probabilities of all answers of a run, asked for once and kept in a file.
 
-Answers are found by the hash of their tokens and images, so that the order of rows, the number of ranks and the packing
-do not matter. The file records hashes of the rows, the model, the tokenizer and its own contents; a file made from
+An answer is found by the hash of its tokens and images, so the order of rows, the number of ranks and the packing may
+change. The file's metadata has a hash of its content and hashes of the rows, the model and the tokenizer; a file of
 other inputs, or a damaged one, is refused.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,72 +31,78 @@ from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import Tokenised
 from holdfast.errors import ConfigError
 from holdfast.files import RegularFile
-from holdfast.training.fingerprints import (
-    adapter_fingerprint,
-    tokenizer_hash,
-    weights_fingerprint,
-)
+from holdfast.training.fingerprints import adapter_fingerprint, tokenizer_hash, weights_fingerprint
 from holdfast.training.other_models.reference import Reference, build_reference, scored
 from holdfast.training.run import Model
 from holdfast.training.setup.begin import Live
-from holdfast.training.setup.rows import (
-    Accept,
-    OpenedData,
-    filter_of,
-    in_order,
-    one_pass,
-)
+from holdfast.training.setup.rows import Accept, OpenedData, filter_of, in_order, one_pass
 from holdfast.types import Example
 
 LOGPROB_COLUMN = "reference_logprobs"
-_FORMAT = "1"
+_FORMAT = "2"
+_TEXT = ("max_length", "overlong", "train_on", "append_eos", "system", "template_kwargs", "chat_template", "format")
+"""Keys of the data section that decide which tokens a row becomes."""
+
+ReferenceTable = dict[bytes, float]
+"""Hash of a sequence -> log-probability of its trained tokens under the reference, summed."""
 
 
 @dataclass(frozen=True)
-class ReferenceTable:
-    """Log-probabilities of answers under the reference policy."""
+class TableInputs:
+    """The inputs that a table of reference log-probabilities is computed from."""
 
-    keys: NDArray[np.uint64]
-    """[S, 2] hashes of sequences, ascending"""
-    logprobs: NDArray[np.float64]
-    """[S] of their trained tokens, summed"""
-
-    def logprob(self, example: Example) -> float | None:
-        """Return the log-probability of a sequence's answer; None if the table does not have it."""
-        high, low = _key(example)
-        row = int(np.searchsorted(self.keys[:, 0], np.uint64(high)))
-        while row < len(self.keys) and int(self.keys[row, 0]) == high:
-            if int(self.keys[row, 1]) == low:
-                return float(self.logprobs[row])
-            row += 1
-        return None
+    config: DPOConfig
+    measured: Model
+    data: OpenedData
+    live: Live
+    layout: Layout
+    tokenise: Tokenise[Example]
+    accept: Accept | None
+    """The filter of training rows."""
 
 
-def _key(example: Example) -> tuple[int, int]:
-    hashed = xxhash.xxh3_128(example.tokens.tobytes() + example.loss_mask.tobytes())
-    for name, values in sorted(example.model_inputs.items()):
-        hashed.update(f"{name} {values.dtype} {values.shape} ".encode() + values.tobytes())
-    digest = hashed.intdigest()
-    return digest >> 64, digest & (2**64 - 1)
+def with_table(inputs: TableInputs) -> Tokenise[Example]:
+    """Return the function that makes sequences of rows with the reference's log-probability of each answer.
 
+    All ranks call this together. The table is read from its file, or made and written there.
 
-def with_reference(tokenise: Tokenise[Example], table: ReferenceTable, path: Path) -> Tokenise[Example]:
-    """Wrap a tokenising function so that its sequences carry the log-probabilities of the table.
-
-    The whole sum stands at the first trained token: nothing reads it token by token.
+    Raises:
+        ConfigError: The table's file is damaged, is another run's or cannot be written; or the model has no file of its
+            own.
+        UserError: A row is malformed, or the reference cannot be built.
     """
+    config, measured = inputs.config, inputs.measured
+    ranks, first = measured.run.ranks, measured.run.world.is_first
+    path = Path(config.reference.cache or Path(config.run.dir) / f".{config.run.name}.reference")
+    if inputs.live.model is not None:
+        raise ConfigError(
+            "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
+            "and name model.path, or leave precompute out."
+        )
+    about = ranks.on_all_ranks(lambda: _about(inputs))
+    exists = ranks.agree(path.exists())
+    if exists:
+        table = ranks.on_first_rank(lambda: load_table(path, about))
+    else:
+        reference = build_reference(measured, inputs.live, config.reference, why="all rows, once")
+        table = _tabulated(measured, reference, _all_rows(inputs))
+        del reference
+        gc.collect()  # a sharded model is full of cycles, and its memory is wanted now
+        ranks.on_all_ranks(lambda: save_table(table, path, about) if first and not config.dry_run else None)
+    if first:
+        location = f"from {path}" if exists else f"now in {path}"
+        print(f"reference: log-probabilities of {len(table)} answers, {location}", flush=True)
 
     def carrying(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
-        tokenised = tokenise(row, sample_id, source, name)
-        return replace(
-            tokenised, examples=tuple(_carrying(example, table, path, name) for example in tokenised.examples)
-        )
+        tokenised = inputs.tokenise(row, sample_id, source, name)
+        return replace(tokenised, examples=tuple(_carrying(each, table, path, name) for each in tokenised.examples))
 
     return carrying
 
 
 def _carrying(example: Example, table: ReferenceTable, path: Path, name: str) -> Example:
-    logprob = table.logprob(example)
+    """Return a sequence with its log-probability at the first trained token: nothing reads it token by token."""
+    logprob = table.get(_key(example))
     if logprob is None:
         raise ConfigError(
             f"{path} does not hold the reference log-probability of {name}: it was made when the rows were others. "
@@ -106,27 +113,28 @@ def _carrying(example: Example, table: ReferenceTable, path: Path, name: str) ->
     return replace(example, per_token={**example.per_token, LOGPROB_COLUMN: column})
 
 
-def tabulate(run: Model, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
+def _key(example: Example) -> bytes:
+    hashed = xxhash.xxh3_128(example.tokens.tobytes() + example.loss_mask.tobytes())
+    for name, values in sorted(example.model_inputs.items()):
+        hashed.update(f"{name} {values.dtype} {values.shape} ".encode() + values.tobytes())
+    return hashed.digest()
+
+
+def _tabulated(run: Model, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
     """Score every sequence of some streams; all ranks call this together and have the same table."""
-    sums: dict[tuple[int, int], float] = {}
+    table: ReferenceTable = {}
     for stream in streams:
         step = 0
         while (mini_batch := stream.next(step)) is not None:
+            own: ReferenceTable = {}
             judged = scored(run, reference, mini_batch, LOGPROB_COLUMN)
-            own_sums = [
-                (_key(example), float(values.sum()))
-                for before, after in zip(mini_batch.micro_batches, judged.micro_batches, strict=True)
-                for example, values in zip(
-                    unpack(before),
-                    split_tokens(after, after.per_token[LOGPROB_COLUMN].to("cpu", torch.float64)),
-                    strict=True,
-                )
-            ]
-            for rank_sums in run.run.ranks.gather(own_sums):
-                sums |= dict(rank_sums)
+            for before, after in zip(mini_batch.micro_batches, judged.micro_batches, strict=True):
+                logprobs = split_tokens(after, after.per_token[LOGPROB_COLUMN].to("cpu", torch.float64))
+                own |= {_key(each): float(values.sum()) for each, values in zip(unpack(before), logprobs, strict=True)}
+            for of_rank in run.run.ranks.gather(own):
+                table |= of_rank
             step += 1
-    keys = sorted(sums)
-    return ReferenceTable(np.array(keys, np.uint64).reshape(-1, 2), np.array([sums[key] for key in keys], np.float64))
+    return table
 
 
 def save_table(table: ReferenceTable, path: Path, about: Mapping[str, str]) -> None:
@@ -138,13 +146,13 @@ def save_table(table: ReferenceTable, path: Path, about: Mapping[str, str]) -> N
     from safetensors.numpy import save_file
 
     temporary = path.with_name(f"{path.name}.part")
+    tensors: dict[str, NDArray[Any]] = {
+        "keys": np.frombuffer(b"".join(table), np.uint8).reshape(-1, 16),
+        "logprobs": np.array(list(table.values()), np.float64),
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {"keys": table.keys, "logprobs": table.logprobs},
-            temporary,
-            metadata={**about, "format": _FORMAT, "hash": _hash(table)},
-        )
+        save_file(tensors, temporary, {**about, "format": _FORMAT, "hash": _hash(tensors)})
         temporary.rename(path)
     except OSError as error:
         raise ConfigError(f"reference.cache: {path} cannot be written ({error}). Name another file.") from error
@@ -166,89 +174,30 @@ def load_table(path: Path, about: Mapping[str, str]) -> ReferenceTable:
         RegularFile(path).close()  # the library would wait for a pipe
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            table = ReferenceTable(file.get_tensor("keys"), file.get_tensor("logprobs"))
+            tensors: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
-        raise ConfigError(_damaged(path, str(error))) from error
-    if metadata.get("hash") != _hash(table) or metadata.get("format") != _FORMAT:
-        raise ConfigError(_damaged(path, "its hash is not that of its content"))
-    differing = [name for name in about if metadata.get(name) != about[name]]
+        raise _damaged(path, str(error)) from error
+    expected = {**about, "format": _FORMAT}
+    differing = [name for name in expected if metadata.get(name) != expected[name]]
     if differing:
         raise ConfigError(
-            f"{path} holds log-probabilities of a reference that this run does not have: {_setting_names(differing)} "
+            f"{path} holds log-probabilities of a reference that this run does not have: {', '.join(differing)} "
             "differ. Delete it, and it is made again; or name another file in reference.cache."
         )
-    return table
+    if metadata.get("hash") != _hash(tensors):
+        raise _damaged(path, "its hash is not that of its content")
+    return dict(zip(map(bytes, tensors["keys"]), tensors["logprobs"].tolist(), strict=True))
 
 
-def _damaged(path: Path, why: str) -> str:
-    return f"{path} is not a whole file of reference log-probabilities ({why}). Delete it, and it is made again."
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a whole file of reference log-probabilities ({why}). Delete it, and it is made again."
+    )
 
 
-def _setting_names(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _hash(table: ReferenceTable) -> str:
-    return str(xxhash.xxh3_128_hexdigest(table.keys.tobytes() + table.logprobs.tobytes()))
-
-
-@dataclass(frozen=True)
-class TableInputs:
-    """The inputs that a table of reference log-probabilities is computed from."""
-
-    config: DPOConfig
-    measured: Model
-    data: OpenedData
-    live: Live
-    layout: Layout
-    tokenise: Tokenise[Example]
-    accept: Accept | None
-    """The filter of training rows."""
-
-
-def with_table(inputs: TableInputs) -> tuple[Tokenise[Example], dict[str, Tokenise[Example]]]:
-    """Return what makes sequences of training rows, and of each evaluation set's, with what the reference said.
-
-    Raises:
-        ConfigError: The table's file is damaged, is another run's or cannot be written; or the model has no file of its
-            own.
-        UserError: A row is malformed, or the reference cannot be built.
-    """
-    config = inputs.config
-    path = Path(config.reference.cache or Path(config.run.dir) / f".{config.run.name}.reference")
-    table = _table(inputs, path)
-    answered = with_reference(inputs.tokenise, table, path)
-    return answered, dict.fromkeys(inputs.data.evaluation, answered)
-
-
-def _table(inputs: TableInputs, path: Path) -> ReferenceTable:
-    """Return what the reference says of all rows: from the file if it is there, else by asking it once.
-
-    Raises:
-        ConfigError: The file is not this run's, or the model has no file of its own.
-    """
-    config, measured = inputs.config, inputs.measured
-    ranks, first = measured.run.ranks, measured.run.world.is_first
-    if inputs.live.model is not None:
-        raise ConfigError(
-            "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
-            "and name model.path, or leave precompute out."
-        )
-    about = ranks.on_all_ranks(lambda: _about(inputs))
-    exists = ranks.agree(path.exists())
-    if exists:
-        table = ranks.on_first_rank(lambda: load_table(path, about))
-    else:
-        why = "all rows, once"
-        reference = build_reference(measured, inputs.live, config.reference, why=why)
-        table = tabulate(measured, reference, _all_rows(inputs))
-        del reference
-        gc.collect()  # a sharded model is full of cycles, and its memory is wanted now
-        ranks.on_all_ranks(lambda: save_table(table, path, about) if first and not config.dry_run else None)
-    if first:
-        location = f"from {path}" if exists else f"now in {path}"
-        print(f"reference: log-probabilities of {len(table.logprobs)} answers, {location}", flush=True)
-    return table
+def _hash(tensors: Mapping[str, NDArray[Any]]) -> str:
+    parts = (f"{name} {each.dtype} {each.shape} ".encode() + each.tobytes() for name, each in sorted(tensors.items()))
+    return hash_bytes(b"".join(parts))
 
 
 def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
@@ -278,7 +227,3 @@ def _about(inputs: TableInputs) -> dict[str, str]:
         "rows": hash_bytes(json.dumps(rows).encode()),
         "data": hash_bytes(json.dumps(text, sort_keys=True).encode()),
     }
-
-
-_TEXT = ("max_length", "overlong", "train_on", "append_eos", "system", "template_kwargs", "chat_template", "format")
-"""What decides which tokens a row becomes."""

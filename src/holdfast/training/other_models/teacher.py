@@ -1,6 +1,6 @@
 """The teacher of a distillation: a frozen model with the student's tokenizer.
 
-It is built and sharded like the student, or served by an endpoint (training/other_models/server.py).
+It is built and sharded like the student, or served by an endpoint (features/served_models).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from holdfast import registry
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.distill import DistillConfig, ServerTeacherConfig, TeacherConfig
 from holdfast.errors import ConfigError, ModelError
@@ -15,18 +16,17 @@ from holdfast.models.files.origin import load_tokenizer
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.training.fingerprints import fingerprint_once, weights_fingerprint
-from holdfast.training.other_models.reference import check_place
-from holdfast.training.other_models.server import Role, ScoringServer, meet
+from holdfast.training.other_models.reference import ServedModel, build_frozen
 from holdfast.training.run import Model, Run
-from holdfast.training.setup.model import build_policy, check_positions
+from holdfast.training.setup.model import check_positions
 
 
 @dataclass(frozen=True)
 class Teacher:
     """A teacher that is ready to score batches."""
 
-    model: PolicyModel | ScoringServer
-    of_sets: PolicyModel | ScoringServer
+    model: PolicyModel | ServedModel
+    of_sets: PolicyModel | ServedModel
     """The teacher for evaluation sets, whose rows repeat: a server's answers for them are cached."""
     mark: str
     """Identifies the teacher's weights: the hash of the files, or the name of the served model."""
@@ -43,27 +43,22 @@ def build_teacher(student: Model) -> Teacher:
     assert isinstance(config, DistillConfig)
     match config.teacher:
         case ServerTeacherConfig() as section:
-            server = connect_teacher(student, section)
-            return Teacher(server, server.remembering(), f"server {server.server.model}")
+            served: ServedModel = registry.load(registry.SERVED_TEACHER)(student, section)
+            return Teacher(served, served.remembering(), f"server {served.name}")
         case section:
             return _in_memory(student, config, section)
 
 
 def _in_memory(student: Model, config: DistillConfig, section: TeacherConfig) -> Teacher:
-    base, world, ranks = student.run.base, student.run.world, student.run.ranks
+    base, ranks = student.run.base, student.run.ranks
     twin = teacher_configuration(config, section, student)
     tokenizer = ranks.first_rank_first(lambda: _tokenizer(section, twin.model, student.run))
     ranks.on_all_ranks(lambda: check_tokens(student.blueprint.tokenizer, tokenizer, section.path))
     origin = ranks.first_rank_first(lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
     note = ranks.on_all_ranks(lambda: _checked(twin, origin, student))
-    if world.is_first:
-        location = "in host memory" if "parameters" in twin.parallel.offloads else "sharded like the student"
-        print(f"teacher: {section.path}, {location}; its plan:", flush=True)
-        if note:
-            print(note, flush=True)
-    teacher = build_policy(replace(student.run, config=twin), origin, trained=False)
-    teacher.module.eval()
-    ranks.on_all_ranks(lambda: check_place(teacher, "teacher"))
+    teacher = build_frozen(replace(student.run, config=twin), origin, f"teacher {section.path}")
+    if note and student.run.world.is_first:
+        print(note, flush=True)
     fingerprint_once(origin.directory, ranks)
     return Teacher(teacher.module, teacher.module, weights_fingerprint(origin, config.seed))
 
@@ -166,34 +161,3 @@ def _checked(twin: DistillConfig, origin: Blueprint, student: Model) -> str:
             f"first {min(rows)}, which hold all tokens"
         )
     return "\n".join(note for note in notes if note)
-
-
-_ROLE = Role("teacher", "teacher", "student")
-
-
-def connect_teacher(student: Model, section: ServerTeacherConfig) -> ScoringServer:
-    """Return the teacher behind an endpoint, which has scored a text; all ranks call this together.
-
-    Raises:
-        ConfigError: It cannot be reached, does not serve what is asked for, or does not give every token of the text a
-            log-probability; the same on all ranks.
-        ModelError: Its tokenizer or its vocabulary is not the student's, or it cannot be known to be.
-    """
-    scoring_server, compared = meet(student, section, _ROLE, samples=True)
-    probe, model = scoring_server.probe, scoring_server.server.model
-    # A reference would be seen to speak of other tokens by its numbers. Of another model no numbers are expected.
-    if not all(student.run.ranks.gather(compared)):
-        raise ModelError(
-            f"teacher: {model} at {section.url} does not say which tokens it makes of a text, so they cannot be known "
-            "to be the student's. Use a server that names tokens by their ids, as vLLM does "
-            "(teacher.answers: prompt_logprobs), or a teacher in memory (teacher.kind: sharded)."
-        )
-    student_logprobs = probe.told_by(student)
-    if student.run.world.is_first:
-        print(
-            f"teacher: {model} at {section.url}, with the student's tokenizer; a token of one text takes it "
-            f"{-probe.logprobs.mean():.3g} nats, and the student {-student_logprobs.mean():.3g}. Evaluation sets tell "
-            "the likelihoods of both, and no divergence.",
-            flush=True,
-        )
-    return scoring_server

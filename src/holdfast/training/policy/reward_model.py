@@ -50,10 +50,9 @@ from holdfast.models.layers.family import family_of, positions_of
 from holdfast.models.setup.model import Blueprint, choose_attention
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.other_models.reference import check_place
+from holdfast.training.other_models.reference import build_frozen
 from holdfast.training.rollout_memory import free_bytes, free_host_bytes
 from holdfast.training.run import Run
-from holdfast.training.setup.model import build_policy
 from holdfast.types import Batch, Example, Scores
 
 
@@ -128,7 +127,7 @@ class ShardedRewardModel:
         batch = _batch(rows, self.reading.pad, padded=self.model.padded)
         scores = self.model(to_device(batch, self._device))
         assert isinstance(scores, Scores)
-        return self.reading.numbers(scores.logprobs)
+        return self.reading.numbers(scores.values)
 
 
 def _batch(rows: Sequence[TextTokens], pad: int | None, *, padded: bool) -> Batch:
@@ -178,17 +177,12 @@ def open_reward_model(section: ModelRewardConfig, run: Run) -> TextScorer:
 def _sharded_model(section: ModelRewardConfig, run: Run) -> tuple[ShardedRewardModel, int]:
     """Return a sharded model, and the bytes of it that each rank holds."""
     assert isinstance(run.config, GRPOConfig)
-    config, world, ranks = reward_scoring(run.config, section), run.world, run.ranks
+    config, ranks = reward_scoring(run.config, section), run.ranks
     origin = ranks.first_rank_first(lambda: stored_scorer(config.model, run.base))
     reading = ranks.on_all_ranks(lambda: _reading(section, origin))
-    if world.is_first:
-        location = "in host memory" if "parameters" in config.parallel.offloads else "sharded like the policy"
-        print(f"reward {section.label}: {location}; its plan:", flush=True)
     with _errors_named("", " place: whole leaves this model to transformers, on every rank."):
-        model = build_policy(replace(run, config=config), origin, trained=False)
-    model.module.eval()
-    ranks.on_all_ranks(lambda: check_place(model, "reward model"))
-    return ShardedRewardModel(model.module, reading, world, ranks), model.plan.shard_bytes
+        model = build_frozen(replace(run, config=config), origin, f"reward {section.label}")
+    return ShardedRewardModel(model.module, reading, run.world, ranks), model.plan.shard_bytes
 
 
 def _reading(section: ModelRewardConfig, origin: Blueprint) -> RewardFormat:

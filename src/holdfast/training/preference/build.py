@@ -80,16 +80,15 @@ def _evaluation(config: DPOConfig, setup: RunSetup) -> tuple[PreferenceEvaluatio
         plain = preference_tokeniser(config, run, model.blueprint.tokenizer, images)
         accept = row_filter(run)
     tokenise: Tokenise[Example] = plain
-    of_sets: dict[str, Tokenise[Example]] = dict.fromkeys(data.evaluation, plain)
     reference: Reference | None = None
     if config.preference.needs_reference and config.reference.precompute:
-        inputs = TableInputs(config, model, data, live, layout, plain, accept)
-        tokenise, of_sets = with_table(inputs)
+        tokenise = with_table(TableInputs(config, model, data, live, layout, plain, accept))
         layout = replace(layout, columns={**layout.columns, LOGPROB_COLUMN: np.float64})
     elif config.preference.needs_reference:
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
         reference = build_reference(model, live, config.reference, why=why)
-    sets = opened_sets(run, data, SetReading(of_sets, accept, preferred_only(plain)), layout)
+    reading = SetReading(dict.fromkeys(data.evaluation, tokenise), accept, preferred_only(plain))
+    sets = opened_sets(run, data, reading, layout)
     with run.ranks.together():
         refuse_completions_with_images(config, sets, images)
     evaluation = PreferenceEvaluation(

@@ -13,7 +13,7 @@ from tests.cli.fixtures import write_run
 from tests.cli.screens import resumed_at, saved_before_the_error
 from tests.cli.test_refusals import everything_in
 from tests.cli.warm import Done, WarmPython
-from tests.distributed.test_reference_server import other_words
+from tests.features.served_models.test_reference_server import other_words
 from tests.logprob_server import served
 from tests.tiny import tiny_directory
 

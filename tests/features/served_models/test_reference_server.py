@@ -148,8 +148,8 @@ def test_a_server_that_is_busy_now_and_then_is_asked_again(pools: Any, directory
 
 OTHERS = [
     ("other_weights", "is not the model at start: of one text their log-probabilities differ by "),
-    ("fewer_tokens", "does not know all 96 tokens that the policy may use"),
-    ("other_words", "has another tokenizer than the policy: of "),
+    ("fewer_tokens", "does not know all 96 tokens that the trained model may use"),
+    ("other_words", "has another tokenizer than the trained model: of "),
 ]
 
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from holdfast.config.sections.server import ServerConfig
-from holdfast.training.other_models.endpoint import CompletionServer
-from holdfast.training.other_models.server import Role, _check_tokenizer
-
-ROLE = Role("teacher", "teacher", "student")
+from holdfast.features.served_models.client import Client
+from holdfast.features.served_models.served import tokenizer_is_compared
 
 
 class Words:
@@ -29,7 +27,7 @@ class Words:
         return "words"
 
 
-class Endpoint(CompletionServer):
+class Endpoint(Client):
     """Makes of texts what it is told to, one after the other."""
 
     answers: list[list[int | None]]
@@ -54,4 +52,4 @@ def test_a_tokenizer_is_said_to_be_compared_only_where_it_was(
     server = Endpoint.of(ServerConfig(url="http://127.0.0.1:9/v1", model="tiny"), "teacher")
     object.__setattr__(server, "answers", theirs)  # the class is frozen
 
-    assert _check_tokenizer(server, Words(*ours), ROLE) is compared
+    assert tokenizer_is_compared(server, Words(*ours), "teacher") is compared

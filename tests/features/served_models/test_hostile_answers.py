@@ -19,10 +19,10 @@ import pytest
 
 from holdfast.config.sections.reward import JudgeConfig
 from holdfast.config.sections.server import ServerConfig
+from holdfast.features.served_models.client import Client
 from holdfast.http import EndpointMistaken, EndpointRefuses
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.judge import Judge
-from holdfast.training.other_models.endpoint import CompletionServer
 from tests.mutants import mutated
 
 TOKENS = [5, 9, 17, 33, 12]
@@ -91,7 +91,7 @@ def ask(server: Server, name: str, content: bytes) -> Any:
         sample = Sample(0, "", "", [], [], "stop", {})
         return asyncio.run(Judge.of(section, "judge")(sample))
     answers: Any = "echo" if name == "echo" else "prompt_logprobs"
-    client = CompletionServer.of(ServerConfig(url=url, model="tiny", answers=answers, attempts=1), "teacher")
+    client = Client.of(ServerConfig(url=url, model="tiny", answers=answers, attempts=1), "teacher")
     return client.models() if name == "models" else client.logprobs(TOKENS)
 
 

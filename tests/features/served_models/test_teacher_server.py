@@ -23,7 +23,7 @@ from tests.distributed.distill_cases import (
     spoiled_after_a_step,
     texts_of,
 )
-from tests.distributed.test_reference_server import fewer_tokens, other_words
+from tests.features.served_models.test_reference_server import fewer_tokens, other_words
 from tests.logprob_server import LONGEST, Served, served
 from tests.oracle import distillation as oracle
 from tests.tiny import tiny_directory, tiny_model
@@ -149,8 +149,8 @@ def nll_of(model: Any, texts: Any) -> float:
 
 ECHO = {"teacher": {"answers": "echo"}}
 REFUSED = [
-    ("other_words", "", {}, "ModelError", "teacher: tiny at http", "has another tokenizer than the student: of "),
-    ("fewer_tokens", "", {}, "ModelError", "does not know all 96 tokens that the student may use", ""),
+    ("other_words", "", {}, "ModelError", "teacher: tiny at http", "has another tokenizer than the trained model: of "),
+    ("fewer_tokens", "", {}, "ModelError", "does not know all 96 tokens that the trained model may use", ""),
     ("teacher", "names-no-tokens", ECHO, "ModelError", "does not say which tokens it makes of a text", ""),
     ("teacher", "nan", {}, "ConfigError", "teacher.url: http", " NaN, where the logarithm of a probability"),
     ("teacher", "infinite", {}, "ConfigError", "teacher.url: http", " -9999.0, where the logarithm of a probability"),

@@ -1,0 +1,1 @@
+"""Served models: a reference or a teacher behind an OpenAI-compatible endpoint."""
