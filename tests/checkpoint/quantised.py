@@ -16,9 +16,7 @@ from holdfast.checkpoint.format.snapshot import outline, take
 from holdfast.checkpoint.loading.matching import Declared
 from holdfast.checkpoint.place.hashing import hash_tensor
 from holdfast.config.sections.optim import (
-    AdamW4bitConfig,
     AdamW8bitConfig,
-    AdamWFP8Config,
     OptimConfig,
     UserOptimizerConfig,
 )
@@ -78,10 +76,9 @@ class ScaledMomentum(Momentum):
 CONFIGS: dict[str, OptimConfig] = {
     "8bit": AdamW8bitConfig(lr=0.01, weight_decay=0.1),
     "8bit, 68 rows": AdamW8bitConfig(lr=0.01),
-    "4bit": AdamW4bitConfig(lr=0.01, weight_decay=0.1),
-    "fp8": AdamWFP8Config(lr=0.01, weight_decay=0.1),
+    "4bit": UserOptimizerConfig(path="torchao.optim:AdamW4bit", lr=0.01, weight_decay=0.1),
+    "fp8": UserOptimizerConfig(path="torchao.optim:AdamWFp8", lr=0.01, weight_decay=0.1),
     "torchao": UserOptimizerConfig(path="torchao.optim:AdamW8bit", lr=0.01),
-    "torchao, 4 bits": UserOptimizerConfig(path="torchao.optim:AdamW4bit", lr=0.01),
 }
 
 

@@ -163,6 +163,23 @@ def test_a_class_that_a_manifest_names_is_never_imported(
     assert not (tmp_path / "executed").exists()
 
 
+def test_state_of_an_optimizer_that_is_gone_is_refused_with_what_there_is(
+    pools: Any, runs: Any, tmp_path: Path
+) -> None:
+    path, _ = runs(2, "8bit")
+    copy = Path(shutil.copytree(path, tmp_path / "run")) / "step-00000003"
+    gone = {"kind": "holdfast.optim.lowbit.AdamW4bit"}
+    rewrite_manifest(copy, lambda manifest: replace(manifest, optimizer={**(manifest.optimizer or {}), **gone}))
+
+    found = pools(2).run(try_to_load, "8bit", str(copy.parent))
+
+    assert found == [found[0]] * 2
+    assert found[0]["error"][0] == "CheckpointMismatch"
+    assert found[0]["same"]
+    for named in ("AdamW4bit", "optim.kind: adamw_8bit", "checkpoint.init_from"):
+        assert named in found[0]["error"][1]
+
+
 def try_in_path(world: World, folder: str, kind: str, run: str) -> dict[str, Any]:
     sys.path.insert(0, folder)
     try:
@@ -221,7 +238,7 @@ MIXED = [
     (2, "torchao", "UnsavableOptimizer", "sharded so that blocks of its scale do not end where shards do"),  # 64 and 63
     (
         4,
-        "torchao, 4 bits",
+        "4bit",
         "RehearsalFailed",
         "decides by the size of a rank's shard whether it quantises",
     ),  # 32 and 31

@@ -102,8 +102,11 @@ def test_a_wrong_value_is_shown_with_what_it_should_be(mistakes: Mistakes, line:
     [
         ("optim: adam", "optim", "'adam' adamw_bf16 adamw_8bit"),
         ("optim: {kind: lion}", "optim", "'lion' adamw_bf16 adamw_8bit"),
+        ("optim: adamw_4bit", "optim", "'adamw_4bit' adamw_8bit checkpoint.init_from"),
+        ("optim: {kind: adamw_fp8, lr: 0.1}", "optim", "'adamw_fp8' adamw_8bit checkpoint.init_from"),
+        ("optim: adamw_hf", "optim", "'adamw_hf' adamw;"),
         ("optim: {momentum: 0.9}", "optim.momentum", ""),
-        ("optim: {kind: sgd, betas: [0.9, 0.9]}", "optim.betas", "adamw_bf16 adamw_8bit adamw_4bit"),
+        ("optim: {kind: sgd, betas: [0.9, 0.9]}", "optim.betas", "adamw_bf16 adamw_8bit"),
         ("optim: {schedule: inverse_sqrt}", "optim.schedule.timescale", "warmup_steps warmup_ratio"),
         ("optim: {schedule: {kind: constant, final_ratio: 0.1}}", "optim.schedule.final_ratio", "cosine_with_restarts"),
         ("optim: {kind: sgd, schedule: {kind: wsd, decay: 0.1}}", "optim.schedule.decay", "decay_ratio"),

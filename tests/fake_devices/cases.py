@@ -74,8 +74,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft recomputed selectively": tree(parallel={"recompute": "selective"}),
     "sft bfloat16": tree(model={"dtype": "bfloat16"}, optim={"kind": "adamw_bf16"}),
     "sft adamw_8bit": tree(optim={"kind": "adamw_8bit"}),
-    "sft adamw_4bit": tree(optim={"kind": "adamw_4bit"}),
-    "sft adamw_fp8": tree(optim={"kind": "adamw_fp8"}),
     "sft muon": tree(optim={"kind": "muon"}),
     "sft sgd": tree(optim={"kind": "sgd"}),
     "sft averages": tree(optim={"ema": {"decay": 0.9}}),

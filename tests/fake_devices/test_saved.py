@@ -40,8 +40,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "adamw"},
     "adamw_bf16": {"kind": "adamw_bf16"},
     "adamw_8bit": {"kind": "adamw_8bit"},
-    "adamw_4bit": {"kind": "adamw_4bit"},
-    "adamw_fp8": {"kind": "adamw_fp8"},
     "sgd": {"kind": "sgd", "momentum": 0.9},
     "muon": {"kind": "muon"},
     "user's": {"kind": "path", "path": "signs.py:Signs"},

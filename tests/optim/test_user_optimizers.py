@@ -13,6 +13,7 @@ import torch
 from holdfast import checkpoint
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.errors import UserError
+from holdfast.optim.user import rehearse_user_optimizer
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
@@ -25,10 +26,17 @@ from tests.versions import skip_with
 OWN = Path(__file__).with_name("own.py")
 
 
+def rehearsed(world: World, config: UserOptimizerConfig, parameters: dict[str, torch.nn.Parameter]) -> Any:
+    run = setting_of(config, world)
+    optimizer = optimizer_of(run, parameters)
+    rehearse_user_optimizer(config, type(optimizer), parameters, run.ranks, run.whether_all_raise())
+    return optimizer
+
+
 def made(world: World, path: str, kwargs: dict[str, Any], *, seed: int = 0, **values: Any) -> tuple[Toy, Any]:
     toy = build(world, seed=seed)
     config = UserOptimizerConfig(path=path, lr=0.01, kwargs=kwargs, **values)
-    return toy, optimizer_of(setting_of(config, world), sharded_parameters(toy))
+    return toy, rehearsed(world, config, sharded_parameters(toy))
 
 
 def try_to_make(world: World, path: str, kwargs: dict[str, Any], values: dict[str, Any]) -> None:
@@ -53,13 +61,13 @@ REFUSED = [
     ("no_such_package.optim:Lion", {}, {}, "no_such_package.optim cannot be imported: ModuleNotFoundError"),
 ]
 ON_SHARDS = [
-    (f"{OWN}:NormOfAShard", "gives other weights on shards than on whole parameters"),
+    (f"{OWN}:NormOfAShard", "gives other numbers on shards than on whole parameters"),
     (f"{OWN}:CountsOnlyItsOwn", "differs between ranks and is not sharded"),
     (f"{OWN}:LocalBuffer", "is a plain tensor beside a sharded parameter"),
-    ("torch.optim:Adafactor", "works on whole parameters and fails on shards of them"),
+    ("torch.optim:Adafactor", "fails in its first steps on shards of parameters"),
     pytest.param(
         "torch.optim:Rprop",
-        "works on whole parameters and fails on shards of them",
+        "fails in its first steps on shards of parameters",
         marks=skip_with("torch>=2.15", "its Rprop works on shards"),
     ),
 ]
@@ -95,7 +103,7 @@ def test_it_is_refused_in_a_run_of_one_rank_too(
     parameters = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in {"a": (3, 2), "b": (4,)}.items()}
 
     with pytest.raises(UserError, match=said):
-        optimizer_of(setting_of(config, world), parameters)
+        rehearsed(world, config, parameters)
 
 
 @pytest.mark.parametrize(("path", "said"), ON_SHARDS)

@@ -81,6 +81,8 @@ class Section(BaseModel):
 
     removed: ClassVar[Mapping[str, str]] = {}
     """What to do instead of a key that the section does not have and that people look for, by the key."""
+    removed_kinds: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of a `kind` that does not exist and that people look for, by the kind."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what is wrong with values that are right one by one but not together."""

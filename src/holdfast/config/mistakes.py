@@ -84,6 +84,8 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
             return f"required, and missing{example(path, document.values, root)}"
         case "union_tag_invalid":
             kinds = first["ctx"]["expected_tags"].split("'")[1::2]  # of pydantic's `'a', 'b' or 'c'`
+            if instead := _instead_of_kind(first["ctx"]["tag"], path, document, root):
+                return f"there is no kind {first['ctx']['tag']!r}: {instead}"
             return _no_such_kind(first["ctx"]["tag"], kinds) + path_of_default(path, document.values, root)
         case "value_error":
             return str(first["ctx"]["error"])
@@ -150,6 +152,12 @@ def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
     """Return the keys that end so; those under names of the user's (`*`) only if there is no other."""
     matches = [dotted for dotted in everywhere if dotted.split(".")[-1] == name]
     return [dotted for dotted in matches if "*" not in dotted] or matches
+
+
+def _instead_of_kind(kind: str, path: KeyPath, document: Document, root: type[BaseModel]) -> str:
+    """Say what to write instead of a kind that people look for; "" for any other."""
+    members = [one for one in section_at(root, path, document.values)[1].sections if issubclass(one, Section)]
+    return next((member.removed_kinds[kind] for member in members if kind in member.removed_kinds), "")
 
 
 def _no_such_kind(kind: str, kinds: Sequence[str]) -> str:

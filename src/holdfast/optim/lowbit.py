@@ -1,9 +1,8 @@
-"""Low-precision AdamW: moments quantised to 8 or 4 bits by torchao, and AdamW for weights stored in bfloat16.
+"""Low-precision AdamW: moments quantised to 8 bits in torchao's class, and AdamW for weights stored in bfloat16.
 
-*Quantised moments.* A moment is divided into blocks of equal size, each with its own scale: Dettmers et al.
-(arXiv:2110.02861), section 2, for 8 bits; Li et al. (arXiv:2309.01507) for 4. Deviations: a tensor is quantised only if
-the rows of every rank consist of complete blocks, so that all ranks keep the same class; the update runs operation by
-operation unless it is compiled.
+*Quantised moments.* A moment is divided into blocks of 256 elements, each with its own scale: Dettmers et al.
+(arXiv:2110.02861), section 2. Deviation: a tensor is quantised only if the rows of every rank consist of complete
+blocks, so that all ranks keep the same class. The compiled update is an optional form (parallel/forms.py).
 
 *bfloat16 weights.* A bfloat16 weight of 1.0 cannot move by 1e-3, which is less than half of its last digit and rounds
 away. A compensation term stores what a step could not add, and adds it in the next step (Kahan 1965; for training:
@@ -19,8 +18,9 @@ depends neither on a generator nor on the sharding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypedDict, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
-from holdfast.parallel.apply import compiled
 from holdfast.parallel.shards import local_part
 from holdfast.types import host_value
 
@@ -53,15 +52,6 @@ def round_evenly(average: Tensor, exact: Tensor, position: float) -> None:
         exact.view(torch.int32).add(int(position % 1 * _CUT)).bitwise_and_(-_CUT)
     )  # of the magnitude, at either sign
     average.copy_(digits.view(torch.float32))
-
-
-class HyperParameters(TypedDict, total=False):
-    """Hyper-parameters of AdamW that are not at their defaults."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
 
 
 class PerParameterAdamW(Optimizer):
@@ -131,12 +121,21 @@ def _add_compensated(weight: Tensor, update: Tensor, compensation: Tensor, decay
     compensation.copy_(update.sub_(weight.float().sub_(before)))
 
 
-SMALLEST_QUANTIZED = 4096
+_BLOCK = 256
+"""Elements that share a scale."""
+_SMALLEST_QUANTIZED = 4096
 """Number of elements below which a tensor's moments are not quantised, as in Dettmers et al."""
 
+Moments = tuple[Tensor, Tensor]
+"""The first and the second moment of a rank's shard."""
+Update = Callable[[Tensor, Tensor, Moments, tuple[Tensor, ...], tuple[float, float], float], None]
+"""A form of `update_shard`."""
+StandIn = Callable[[Update], tuple[Tensor, ...]]
+"""Random numbers with the shape of a shard, which a form updates; returns weight and moments."""
 
-class LowBitAdamW(PerParameterAdamW):
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on shards, with quantised moments.
+
+class AdamW8bit(PerParameterAdamW):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on shards, with moments of 8 bits: 2.03 bytes for both.
 
     State per parameter: step (float32 scalar), exp_avg, exp_avg_sq (quantised, or in the parameter's dtype where blocks
     do not fit). The update uses the moments before they are quantised again.
@@ -145,25 +144,12 @@ class LowBitAdamW(PerParameterAdamW):
         ConfigError: torchao is not installed.
     """
 
-    option: ClassVar[str]
-    """Value of `optim.kind` that selects the class."""
-    module: ClassVar[str]
-    state_class: ClassVar[str]
-    block: ClassVar[int]
-    """Elements that share a scale."""
-    signs: ClassVar[bool] = True
-    """Whether torchao's class takes a `signed` argument, with another table of values for moments that are never
-    negative."""
+    form: Update
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        compile_update: bool = False,
-        **hyper_parameters: Unpack[HyperParameters],
-    ) -> None:
-        self._zeros = getattr(torchao_module(self.module, f"optim.kind: {self.option}"), self.state_class).zeros
-        self._update: Callable[..., None] = compiled(_update) if compile_update else _update
+    def __init__(self, params: Iterable[Any], **hyper_parameters: Any) -> None:
+        state_class = torchao_module("torchao.optim.subclass_8bit", "optim.kind: adamw_8bit").OptimState8bit
+        self._zeros = state_class.zeros
+        self.form = update_shard
         super().__init__(params, **hyper_parameters)
 
     def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -176,66 +162,75 @@ class LowBitAdamW(PerParameterAdamW):
         assert parameter.grad is not None
         state["step"] += 1
         step = float(host_value(state["step"], "steps of a parameter"))
-        (beta1, beta2), rate = group["betas"], float(group["lr"])
-        # As tensors, since a compiled update would be compiled again for every other number.
-        factors = torch.tensor(
-            [1 - rate * group["weight_decay"], rate / (1 - beta1**step), math.sqrt(1 - beta2**step)],
-            dtype=torch.float64 if parameter.dtype == torch.float64 else torch.float32,
-        )
         moments = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
         weight, gradient = local_part(parameter.detach()), local_part(parameter.grad.detach())
-        self._update(weight, gradient, moments, tuple(factors.unbind()), (beta1, beta2), group["eps"])
+        self.form(weight, gradient, moments, _factors(weight, group, step), group["betas"], group["eps"])
+
+    def stand_ins(self) -> Iterator[tuple[Callable[[], StandIn], int]]:
+        """Yield what makes a stand-in for each shape that this rank updates, and the number of its parameters."""
+        alike: dict[tuple[Any, ...], list[tuple[Tensor, dict[str, Any]]]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                key = (parameter.shape, parameter.dtype, group["betas"], group["eps"])
+                alike.setdefault(key, []).append((parameter, group))
+        for several in alike.values():
+            if local_part(several[0][0].detach()).numel():
+                yield partial(self._stand_in, *several[0]), len(several)
+
+    def _stand_in(self, parameter: Tensor, group: dict[str, Any]) -> StandIn:
+        local = local_part(parameter.detach())
+        generator = torch.Generator(local.device).manual_seed(0)
+        weight, first, gradient = (
+            torch.randn(local.shape, generator=generator, dtype=local.dtype, device=local.device) for _ in range(3)
+        )
+        moments = _local(self._moment(parameter, signed=True)), _local(self._moment(parameter, signed=False))
+
+        @torch.no_grad()
+        def update(form: Update, gradient: Tensor = gradient, step: int = 2) -> tuple[Tensor, ...]:
+            form(weight, gradient, moments, _factors(weight, group, step), group["betas"], group["eps"])
+            return weight, *moments
+
+        update(update_shard, first, 1)  # from moments of zero, which say nothing of their tables
+        return update
 
     def _moment(self, parameter: Tensor, *, signed: bool) -> Tensor:
         local = local_part(parameter.detach())
-        if not _fits(parameter, self.block):
-            moment = torch.zeros_like(local)
-        else:
-            sign = (signed,) if self.signs else ()
-            moment = self._zeros(local.shape, *sign, self.block, local.device, dtype=parameter.dtype)
+        moment = (
+            self._zeros(local.shape, signed, _BLOCK, local.device, dtype=parameter.dtype)
+            if _fits(parameter)
+            else torch.zeros_like(local)
+        )
         return placed_like(parameter, moment, parameter.shape)
 
 
-class AdamW8bit(LowBitAdamW):
-    """Moments in 8 bits with a table of values, in blocks of 256: 2.03 bytes per element for both."""
-
-    option, block = "adamw_8bit", 256
-    module, state_class = "torchao.optim.subclass_8bit", "OptimState8bit"
-
-
-class AdamW4bit(LowBitAdamW):
-    """Moments in 4 bits, in blocks of 128: 1.06 bytes per element for both."""
-
-    option, block = "adamw_4bit", 128
-    module, state_class = "torchao.optim.subclass_4bit", "OptimState4bit"
+def _factors(weight: Tensor, group: Mapping[str, Any], step: float) -> tuple[Tensor, ...]:
+    """Return decay, rate and correction of a step, as tensors: an update would be compiled again for other numbers."""
+    (beta1, beta2), rate = group["betas"], float(group["lr"])
+    factors = [1 - rate * group["weight_decay"], rate / (1 - beta1**step), math.sqrt(1 - beta2**step)]
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return torch.tensor(factors, dtype=dtype).unbind()
 
 
-class AdamWFP8(LowBitAdamW):
-    """Moments in float8_e4m3fn, in blocks of 256: 2.03 bytes per element for both."""
-
-    option, block, signs = "adamw_fp8", 256, False
-    module, state_class = "torchao.optim.subclass_fp8", "OptimStateFp8"
-
-
-def _update(
+def update_shard(  # noqa: PLR0913, PLR0917 - what a compiler sees as inputs
     weight: Tensor,
     gradient: Tensor,
-    moments: tuple[Tensor, Tensor],
-    factors: tuple[Tensor, Tensor, Tensor],
+    moments: Moments,
+    factors: tuple[Tensor, ...],
     betas: tuple[float, float],
     eps: float,
 ) -> None:
+    """Update a shard's weights and moments in place."""
     (first, second), (decay, rate, correction) = moments, factors
     wide = torch.promote_types(weight.dtype, torch.float32)
     gradient = gradient.to(wide)
-    mean = _numbers(first, wide).lerp(gradient, 1 - betas[0])
-    square = _numbers(second, wide).lerp(gradient.square(), 1 - betas[1])
+    mean = numbers_of(first, wide).lerp(gradient, 1 - betas[0])
+    square = numbers_of(second, wide).lerp(gradient.square(), 1 - betas[1])
     first.copy_(mean)
     second.copy_(square)
     weight.copy_(weight.to(wide) * decay - rate * mean / (square.sqrt() / correction + eps))
 
 
-def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
+def numbers_of(moment: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of a moment; `to` alone would only change the dtype that a quantised tensor reports."""
     return (moment.dequantize() if hasattr(moment, "__tensor_flatten__") else moment).to(dtype)
 
@@ -246,12 +241,12 @@ def _local(moment: Tensor) -> Tensor:
     return moment._local_tensor if isinstance(moment, DTensor) else moment
 
 
-def _fits(parameter: Tensor, block: int) -> bool:
+def _fits(parameter: Tensor) -> bool:
     """Return whether a parameter is large enough to quantise and every rank's rows consist of complete blocks."""
-    if parameter.numel() < SMALLEST_QUANTIZED or not parameter.ndim:
+    if parameter.numel() < _SMALLEST_QUANTIZED or not parameter.ndim:
         return False
     shards = shards_of(parameter)
     most = -(-parameter.shape[0] // shards)
     least = parameter.shape[0] - (shards - 1) * most
     row = parameter.numel() // parameter.shape[0]
-    return least > 0 and all(rows * row % block == 0 for rows in (most, least))
+    return least > 0 and all(rows * row % _BLOCK == 0 for rows in (most, least))

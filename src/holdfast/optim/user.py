@@ -1,15 +1,16 @@
-"""Optimizer classes that a user names by import path, tried on small temporary parameters before one is built.
+"""Optimizer classes that a user names by import path: built with checks, and rehearsed on stand-ins before step 1.
 
-Three copies take the same steps: one on whole parameters, one on parameters sharded like the model's, and a third that
-continues from the second's state after half of the steps, as a resumed run would. The first two must agree up to
-rounding, the last two bit for bit.
+An instance of the class makes steps on small parameters that are sharded like the model's. Another one goes on from the
+state that a checkpoint would hold; where there are several ranks, a third does so on whole parameters. The second has
+to end with the same bits, the third with the same numbers up to rounding.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,83 +26,95 @@ from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
 from holdfast.optim.randomness import private_randomness
 from holdfast.optim.state import OptimizerState, UnsavableOptimizer, collect, restore
 from holdfast.optim.state_template import zeros
-from holdfast.optim.tagged_json import encode
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part, local_rows
+from holdfast.parallel.stream import full_tensor
 from holdfast.text.escaping import error_words
 
-Build = Callable[[Mapping[str, nn.Parameter]], Optimizer]
-"""Builds an optimizer over parameters by name."""
-
 Parameters = Mapping[str, nn.Parameter]
+Contents = Mapping[str, Any]
+"""Whole tensors and other values of stand-ins and of their state, by what they are."""
 
 _FIRST, _LAST = range(2), range(2, 4)
-"""Steps before and after the third copy continues from a saved state."""
+"""Steps before and after the save."""
+_RATE = 0.01
+"""Large enough for steps to stand out from the rounding of weights."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest difference between whole and sharded parameters, as a share of how far they moved; sums over shards are
 rounded in another order."""
 
 
-def try_optimizer(
-    build: Build, parameters: Parameters, ranks: RankGroup, all_raise: Callable[[], bool], name: str
+def build_user_optimizer(
+    config: UserOptimizerConfig, kind: Callable[..., Any], parameters: Parameters, ranks: RankGroup
+) -> Optimizer:
+    """Return an optimizer of a user's class over a model's parameters; all ranks call this together.
+
+    Raises:
+        ConfigError: The class or its arguments cannot do what a run needs.
+    """
+
+    def build() -> Optimizer:
+        plans = plan_groups(config, parameters)
+        _check_class(config, kind)
+        _check_arguments(config, kind, plans)
+        return _call_class(config, kind, param_groups(plans, parameters), config.lr)
+
+    return ranks.on_all_ranks(build)
+
+
+def rehearse_user_optimizer(
+    config: UserOptimizerConfig,
+    kind: type[Optimizer],
+    parameters: Parameters,
+    ranks: RankGroup,
+    all_raise: Callable[[], bool],
 ) -> None:
-    """Step, save and restore an optimizer on stand-ins of the trained parameters; all ranks call this together.
+    """Save and restore the state of a user's class, and compare what steps make of it; all ranks call this together.
 
     Args:
-        build: Builds the optimizer.
-        parameters: The model's parameters by canonical name.
+        config: The section `optim`.
+        kind: The optimizer's class.
+        parameters: All parameters of the model by canonical name.
         ranks: The group of all ranks.
         all_raise: Returns, asked within an error, whether all ranks raise. Steps on shards may wait for other ranks: an
             error of one rank alone is raised as it is.
-        name: Name of the optimizer in messages.
 
     Raises:
-        ConfigError, UnsavableOptimizer: The optimizer cannot train, shard or be saved; the same on all ranks.
+        ConfigError, UnsavableOptimizer: The class cannot train, shard or be saved; the same on all ranks.
     """
-    kinds = {
-        (value.ndim, value.dtype, value.numel() == 1): value for value in parameters.values() if value.requires_grad
-    }
+    name = f"optim.path {config.path}"
+
+    def build(values: Parameters) -> Optimizer:
+        plan = GroupPlan(REST, True, tuple(values), _RATE, config.weight_decay)
+        return _call_class(config, kind, param_groups([plan], values), _RATE)
+
     with private_randomness():
-        small = {_kind_name(*kind): _stand_in(value) for kind, value in kinds.items()}
-        unsharded = {key: nn.Parameter(_start(value)) for key, value in small.items()}
-        shards = {key: nn.Parameter(_shard_of(_start(value), value)) for key, value in small.items()}
+        stand_ins = _stand_ins(parameters)
         with ranks.together():
-            straight = build(unsharded)
-            _run(straight, unsharded, _FIRST, f"{name} fails in its first steps", lambda: True)
-        with ranks.together():
-            optimizer = build(shards)
-            _run(optimizer, shards, _FIRST, f"{name} works on whole parameters and fails on shards of them", all_raise)
-        _check_on_shards(unsharded, shards, _FIRST.stop, ranks, name)
-        saved = ranks.on_all_ranks(lambda: collect(optimizer, shards))
-        _check_alike(saved, ranks, name)
-        with ranks.together():
-            copies = {key: nn.Parameter(value.detach().clone()) for key, value in shards.items()}
-            heir, lost = _restored_copy(build, optimizer, copies, saved)
-            _run(straight, unsharded, _LAST, f"{name} fails in its first steps", all_raise)
-            _run(optimizer, shards, _LAST, f"{name} works on whole parameters and fails on shards of them", all_raise)
-            _run(heir, copies, _LAST, f"{name} fails in its first steps after a save", all_raise)
-        _check_on_shards(unsharded, shards, _LAST.stop, ranks, name)
-        equal = {key: torch.equal(local_part(shards[key].detach()), local_part(copies[key].detach())) for key in copies}
-        everywhere = ranks.gather(equal)
-        differing = next((key for key in copies if not all(rank_equal[key] for rank_equal in everywhere)), None)
-        if differing is not None:
-            advice = f" It keeps {', '.join(lost)} beside them." if lost else ""
-            raise ConfigError(
-                f"{name} does not go on where it was saved: from its param groups and its state per parameter, "
-                f"{len(_LAST)} steps end elsewhere on a {differing} parameter.{advice} Keep in optimizer.state "
-                "and optimizer.param_groups what steps depend on."
-            )
+            optimizer = build(stand_ins)
+            _step(optimizer, stand_ins, _FIRST, f"{name} fails in its first steps", all_raise)
+        saved = ranks.on_all_ranks(lambda: collect(optimizer, stand_ins))
+        ends, instances = [_contents(saved, stand_ins)], [(optimizer, stand_ins)]
+        for copy in (_copied, _whole)[: min(ranks.size, 2)]:
+            copies = {key: nn.Parameter(copy(value)) for key, value in stand_ins.items()}
+            tensors = {key: {slot: copy(value) for slot, value in of.items()} for key, of in saved.tensors.items()}
+            with ranks.together():
+                heir = build(copies)
+                restore(heir, copies, replace(saved, tensors=tensors))
+            for group, before in zip(heir.param_groups, optimizer.param_groups, strict=True):
+                group.update(before | {"params": group["params"]})
+            instances.append((heir, copies))
+        known = {"state", "param_groups", "defaults"}
+        lost = [key for key, value in vars(optimizer).items() if repr(value) != repr(vars(instances[1][0]).get(key))]
+        for instance, values in instances:
+            with ranks.together():
+                _step(instance, values, _LAST, f"{name} fails after a save", all_raise)
+                end = collect(instance, values)
+            ends.append(_contents(end, values))
+        _judge(ranks.gather(ends), name, sorted({*lost} - known))
 
 
-def _stand_in(parameter: Tensor) -> Tensor:
-    """Return a small tensor like another in dtype, device, dimensions and sharding, with rows on every rank."""
-    placements = enumerate(parameter.placements) if isinstance(parameter, DTensor) else ()
-    ranks = [parameter.device_mesh.size(axis) for axis, placement in placements if isinstance(placement, Shard)]  # type: ignore[attr-defined]
-    sides = (2 * max([2, *ranks]) - 1, *range(4, 4 + 2 * parameter.ndim, 2))[: parameter.ndim]
-    return zeros((1,) * parameter.ndim if parameter.numel() == 1 else sides, parameter)
-
-
-def _run(
+def _step(
     optimizer: Optimizer, parameters: Parameters, steps: range, failing: str, all_raise: Callable[[], bool]
 ) -> None:
     try:
@@ -116,78 +129,88 @@ def _run(
     except Exception as error:  # the class may raise anything
         if not all_raise():
             raise
+        on_shards = any(isinstance(value, DTensor) and value.device_mesh.size() > 1 for value in parameters.values())
         raise ConfigError(
-            f"{failing}: {error_words(error):.300} Choose another class, mend it, or change optim.kwargs."
+            f"{failing}{' on shards of parameters' * on_shards}: {error_words(error):.300} Choose another class, mend "
+            "it, or change optim.kwargs."
         ) from error
 
 
-def _check_on_shards(unsharded: Parameters, shards: Parameters, steps: int, ranks: RankGroup, name: str) -> None:
-    """Compare the weights of the sharded copy with those of the copy on whole parameters.
+def _judge(everyones: Sequence[Sequence[Contents]], name: str, lost: Sequence[str]) -> None:
+    """Compare what stand-ins and state are before the last steps, and at the end of each instance, [rank][instance].
 
     Raises:
-        ConfigError: They differ by more than rounding; on all ranks.
+        UnsavableOptimizer: State that is not sharded differs between ranks.
+        ConfigError: An instance that went on from a saved state ends elsewhere.
     """
-    for key, value in unsharded.items():
-        way = float((value.detach() - _start(value)).abs().max())
-        expected = value.detach()[local_rows(shards[key])]
-        differences = (local_part(shards[key].detach()) - expected).abs()
-        largest = max(ranks.gather(float(differences.max()) if differences.numel() else 0.0))
-        if not largest <= _TOLERANCE.get(value.dtype, 1e-2) * max(way, 1e-12):
-            raise ConfigError(
-                f"{name} gives other weights on shards than on whole parameters: after {steps} steps a {key} parameter "
-                f"differs by {largest:.1e}, and has moved by {way:.1e}. Its step has to treat each element alone, or "
-                "use operations of DTensor; choose another class, or train on one rank."
-            )
+    labels = sorted({label for ends in everyones for contents in ends for label in contents}, reverse=True)
+    for label in labels:
+        _, first, *_ = (contents.get(label) for contents in everyones[0])
+        advice = f" It keeps {', '.join(lost)} beside them." if lost else ""
+        for before, straight, reloaded, *whole in ([each.get(label) for each in ends] for ends in everyones):
+            if not _gap(straight, first) <= 0:
+                raise UnsavableOptimizer(
+                    f"{name} cannot be saved: its {label} differs between ranks and is not sharded, so a checkpoint "
+                    "would hold one rank's alone. Compute it from whole parameters, or keep it sharded."
+                )
+            if not _gap(straight, reloaded) <= 0:
+                raise ConfigError(
+                    f"{name} does not go on where it was saved: from its param groups and its state per parameter, "
+                    f"{len(_LAST)} steps end with another {label}.{advice} Keep in optimizer.state and "
+                    "optimizer.param_groups what steps depend on."
+                )
+            tolerance = _TOLERANCE.get(getattr(straight, "dtype", torch.float32), 1e-2)
+            if whole and not _gap(straight, whole[0], before) <= tolerance:
+                raise ConfigError(
+                    f"{name} gives other numbers on shards than on whole parameters: {len(_LAST)} steps from the same "
+                    f"state end with another {label}. Its step has to treat each element alone, or use operations of "
+                    "DTensor; choose another class, or train on one rank."
+                )
 
 
-def _check_alike(saved: OptimizerState, ranks: RankGroup, name: str) -> None:
-    """Check that state which is not sharded is equal on all ranks.
-
-    Raises:
-        UnsavableOptimizer: It is not; on all ranks.
-    """
-    marks = {f"{name}, {slot}": repr(value) for name, state in saved.values.items() for slot, value in state.items()}
-    for parameter, state in saved.tensors.items():
-        plain = {slot: value for slot, value in state.items() if not isinstance(value, DTensor)}
-        marks |= {f"{parameter}, {slot}": repr(encode(value)) for slot, value in plain.items()}
-    everyones = ranks.gather(marks)
-    for key in sorted({key for rank_marks in everyones for key in rank_marks}):
-        if len({rank_marks.get(key) for rank_marks in everyones}) > 1:
-            raise UnsavableOptimizer(
-                f"{name} cannot be saved: its state ({key}) differs between ranks and is not sharded, so a checkpoint "
-                "would hold one rank's alone. Compute it from whole parameters, or keep it sharded."
-            )
+def _gap(ours: Any, theirs: Any, before: Any = None) -> float:
+    """Return the largest difference of two tensors, as a share of the way from a third; inf between other values."""
+    if not (isinstance(ours, Tensor) and isinstance(theirs, Tensor) and ours.shape == theirs.shape):
+        return 0.0 if type(ours) is type(theirs) and not isinstance(ours, Tensor) and ours == theirs else math.inf
+    if torch.equal(ours, theirs):
+        return 0.0
+    way = theirs.double() - (before.double() if isinstance(before, Tensor) else 0.0)
+    return float((ours.double() - theirs.double()).abs().max() / way.abs().max().clamp(min=1e-12))
 
 
-def _restored_copy(
-    build: Build, optimizer: Optimizer, parameters: Parameters, saved: OptimizerState
-) -> tuple[Optimizer, list[str]]:
-    """Return a new optimizer with a copy of the saved state, and the attributes in which it differs from the old."""
-    heir = build(parameters)
-    restore(heir, parameters, _copied(saved))
-    for group, before in zip(heir.param_groups, optimizer.param_groups, strict=True):
-        group.update({key: value for key, value in before.items() if key != "params"})
-    attributes = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
-    return heir, sorted(key for key in attributes if _differs(vars(heir).get(key), vars(optimizer)[key]))
+def _contents(state: OptimizerState, parameters: Parameters) -> Contents:
+    """Return weights and state, whole and on the host; all ranks call this together."""
+    found: dict[str, Any] = {f"weight of {name}": value for name, value in parameters.items()}
+    for slots in (state.tensors, state.values):
+        found |= {
+            f"state {slot!r} of {name}": value for name, of_one in slots.items() for slot, value in of_one.items()
+        }
+    return {label: _whole(value).cpu() if isinstance(value, Tensor) else value for label, value in found.items()}
 
 
-def _copied(saved: OptimizerState) -> OptimizerState:
-    tensors = {
-        name: {slot: value.detach().clone() for slot, value in state.items()} for name, state in saved.tensors.items()
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return full_tensor(tensor.detach()).clone()
+
+
+def _stand_ins(parameters: Parameters) -> dict[str, nn.Parameter]:
+    """Return a small parameter for each number of dimensions and dtype, sharded alike, with rows on every rank."""
+    kinds = {
+        (value.ndim, value.dtype, value.numel() == 1): value for value in parameters.values() if value.requires_grad
     }
-    return replace(saved, tensors=tensors)
-
-
-def _differs(before: Any, after: Any) -> bool:
-    try:
-        return bool(before != after)
-    except (RuntimeError, ValueError):  # tensors have no one answer
-        return True
-
-
-def _start(like: Tensor) -> Tensor:
-    """Return the unsharded start values of a parameter, equal for every copy."""
-    return _numbers(like, 100 + like.ndim)
+    stand_ins = {}
+    for (dimensions, dtype, single), like in kinds.items():
+        placements = enumerate(like.placements) if isinstance(like, DTensor) else ()
+        ranks = [like.device_mesh.size(axis) for axis, placement in placements if isinstance(placement, Shard)]  # type: ignore[attr-defined]
+        sides = (2 * max([2, *ranks]) - 1, *range(4, 4 + 2 * dimensions, 2))[:dimensions]
+        small = zeros((1,) * dimensions if single else sides, like)
+        kind = "1-element" if single else f"{dimensions}-dimensional"
+        name = f"a {kind} {str(dtype).removeprefix('torch.')} parameter"
+        stand_ins[name] = nn.Parameter(_shard_of(_numbers(small, 100 + dimensions), small))
+    return stand_ins
 
 
 def _numbers(like: Tensor, seed: int) -> Tensor:
@@ -205,49 +228,6 @@ def _shard_of(data: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def _kind_name(dimensions: int, dtype: torch.dtype, single: bool) -> str:  # noqa: FBT001 - a key, taken apart
-    kind = "1-element" if single else f"{dimensions}-dimensional"
-    return f"{kind} {str(dtype).removeprefix('torch.')}"
-
-
-_TRIAL_LR = 0.01
-"""Large enough for steps to stand out from the rounding of weights."""
-
-
-def build_user_optimizer(
-    config: UserOptimizerConfig,
-    kind: Callable[..., Any],
-    parameters: Mapping[str, nn.Parameter],
-    ranks: RankGroup,
-    all_raise: Callable[[], bool] | None,
-) -> Optimizer:
-    """Return an optimizer of the user's class, tried on small parameters first; all ranks call this together.
-
-    Args:
-        config: The section `optim`.
-        kind: The optimizer's class.
-        parameters: All parameters of the model by canonical name.
-        ranks: The group of all ranks.
-        all_raise: As of `try_optimizer`; None in a plan, whose tensors hold no numbers that a trial could compare.
-
-    Raises:
-        ConfigError, UnsavableOptimizer: The class, its arguments or its state cannot do what a run needs.
-    """
-    plans: list[GroupPlan] = []
-    with ranks.together():
-        plans += plan_groups(config, parameters)
-        _check_class(config, kind)
-        _check_arguments(config, kind, plans)
-
-    def build_small(small: Mapping[str, nn.Parameter]) -> Optimizer:
-        plan = GroupPlan(REST, True, tuple(small), _TRIAL_LR, config.weight_decay)
-        return _call_class(config, kind, param_groups([plan], small), _TRIAL_LR)
-
-    if all_raise is not None:
-        try_optimizer(build_small, parameters, ranks, all_raise, f"optim.path {config.path}")
-    return ranks.on_all_ranks(lambda: _call_class(config, kind, param_groups(plans, parameters), config.lr))
 
 
 def _check_class(config: UserOptimizerConfig, kind: Callable[..., Any]) -> None:

@@ -115,14 +115,15 @@ def _shard(policy: nn.Module, unit: ShardUnit, options: Mapping[str, Any]) -> No
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function compiled for every shape it is called with."""
+    """Return a function compiled for every shape that it is called with, when it is called."""
 
     def call(*args: Any) -> None:
         # One program for each shape of a model's parameters: more than torch allows by default.
         with torch._dynamo.utils.disable_cache_limit():
             program(*args)
 
-    program = torch.compile(function, fullgraph=True, dynamic=False)
+    # Inductor otherwise times reductions in each process and keeps the faster form.
+    program = torch.compile(function, fullgraph=True, dynamic=False, options={"deterministic": True})
     return call
 
 

@@ -43,6 +43,7 @@ class Words(NamedTuple):
 WORDS = {
     "head": Words("head", "Triton kernels", "torch's operations"),
     "blocks": Words("blocks", "compiled", "not compiled", "a part of them runs uncompiled"),
+    "updates": Words("optimizer", "updates are compiled", "updates run operation by operation"),
     "copies": Words("weights", "whole on one rank, with copies in the compute dtype", "sharded by FSDP2"),
     "prompts": Words("rollouts", "long prompts are computed in pieces", "long prompts are computed at once"),
     "attention": Words("rollouts", "attention reads blocks of keys and values in place", "attention gathers blocks"),

@@ -93,7 +93,7 @@ def longest_row(model: Model, rollout: EngineConfig, context: int) -> int:
     return context + max(rollout.max_new_tokens, (sampling and sampling.max_new_tokens) or 0)
 
 
-_STATE_SIZES = {"adamw_bf16": 3.0, "adamw_8bit": 0.51, "adamw_fp8": 0.51, "adamw_4bit": 0.27, "sgd": 1.0}
+_STATE_SIZES = {"adamw_bf16": 3.0, "adamw_8bit": 0.51, "sgd": 1.0}
 """Bytes of an optimizer's state for each byte of the parameters that it updates; two for all other optimizers."""
 
 

@@ -27,9 +27,8 @@ from holdfast.features.trackers.content import flat
 
 PLANTED = re.compile("planted[0-9a-f]{16}")
 PUBLIC = """
-    AdamWConfig.groups AdamWConfig.no_decay AdamW4bitConfig.groups AdamW4bitConfig.no_decay AdamW8bitConfig.groups
-    AdamW8bitConfig.no_decay AdamWBF16Config.groups AdamWBF16Config.no_decay AdamWFP8Config.groups
-    AdamWFP8Config.no_decay MuonConfig.adamw MuonConfig.groups MuonConfig.no_decay SGDConfig.groups SGDConfig.no_decay
+    AdamWConfig.groups AdamWConfig.no_decay AdamW8bitConfig.groups AdamW8bitConfig.no_decay AdamWBF16Config.groups
+    AdamWBF16Config.no_decay MuonConfig.adamw MuonConfig.groups MuonConfig.no_decay SGDConfig.groups SGDConfig.no_decay
     ParameterGroupConfig.match PlateauSchedule.metric UserOptimizerConfig.groups UserOptimizerConfig.no_decay
     UserOptimizerConfig.path
     BestConfig.metric MetricConfig.metric PatienceConfig.metric BetweenConfig.reward

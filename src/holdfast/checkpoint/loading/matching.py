@@ -158,6 +158,10 @@ def match_averages(averages: Mapping[str, Tensor], manifest: Manifest, declared:
             yield from _match_tensor(key, live[key], manifest.tensors[key], declared)
 
 
+_GONE = frozenset({"holdfast.optim.lowbit.AdamW4bit", "holdfast.optim.lowbit.AdamWFP8"})
+"""Classes of optimizers that earlier versions had."""
+
+
 def optimizer_misfit(optimizer: Optimizer, manifest: Manifest) -> str | None:
     """Return why no state of a checkpoint can be an optimizer's; None if some can."""
     if manifest.optimizer is None:
@@ -165,10 +169,15 @@ def optimizer_misfit(optimizer: Optimizer, manifest: Manifest) -> str | None:
             "the checkpoint has no optimizer state (it holds "
             f"{', '.join(manifest.contents)}). To start a new run from its weights, set init_from instead of resuming"
         )
-    if manifest.optimizer["kind"] != qualified_name(optimizer):
+    kind = manifest.optimizer["kind"]
+    if kind != qualified_name(optimizer):
+        if kind in _GONE:
+            way = "This version has no such optimizer. Start a new run from these weights, with optim.kind: adamw_8bit,"
+        else:
+            way = "Put optim back, or start a new run from these weights with"
         return (
-            f"its optimizer is {manifest.optimizer['kind']}, this run's is {qualified_name(optimizer)}. Put optim "
-            "back, or start a new run from these weights with another run.name and checkpoint.init_from"
+            f"its optimizer is {kind}, this run's is {qualified_name(optimizer)}. {way} another run.name and "
+            "checkpoint.init_from"
         )
     return None
 

@@ -33,6 +33,7 @@ from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.episodes import episodes_of
 from holdfast.training.policy.reward_columns import refuse_absent_columns
 from holdfast.training.policy.run import (
+    CRITIC,
     Episodes,
     PolicyEvaluation,
     PolicyTraining,
@@ -53,6 +54,7 @@ from holdfast.training.setup.rows import (
     prompt_stream,
     row_filter,
 )
+from holdfast.training.setup.updates import settle_update_form
 from holdfast.types import Prompt
 
 
@@ -96,6 +98,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     training.model.following = following_of(reference, config.reference)
     if config.critic is not None:
         add_critic(training, config.critic, live)
+        settle_update_form(training.companions[CRITIC])
     _deal_memory(config, evaluation, companions=training.companions.values())
     note_what_stays(training)
     if world.is_first and (deleted := unreplayable_steps(config)):

@@ -14,6 +14,8 @@ from holdfast.checkpoint.saving.rehearsal import (
     run_rehearsal,
 )
 from holdfast.checkpoint.session import Saved, Session
+from holdfast.config.sections.optim import UserOptimizerConfig
+from holdfast.optim.user import rehearse_user_optimizer
 from holdfast.training.control import StopRequests
 from holdfast.training.run import Training, say
 from holdfast.training.saving.exports import check_export
@@ -42,6 +44,7 @@ class Rehearsals:
 
         Raises:
             RehearsalFailed: A checkpoint could not be made; nothing was trained.
+            ConfigError, UnsavableOptimizer: As `rehearse_user_optimizer`.
         """
         training, config = self._training, self._config
         if not config.rehearsal or training.finished:
@@ -50,6 +53,7 @@ class Rehearsals:
             with training.run.ranks.together():
                 check_export(training)
                 assets = checked_assets(training)
+            self._rehearse_user_optimizer()
             training.model.state.observers = training.run.ranks.agree(training.model.state.observers)
             shared: dict[str, Any] = {"state": training.model.state.as_plain(), "stream": training.stream.state()}
             if training.ahead is not None:
@@ -90,6 +94,13 @@ class Rehearsals:
         saved = collect()
         self._rehearse()
         return saved
+
+    def _rehearse_user_optimizer(self) -> None:
+        """Rehearse an optimizer's class that a user named, of which nobody knows what it keeps."""
+        run, model = self._training.run, self._training.model
+        if isinstance(optim := run.config.optim, UserOptimizerConfig):
+            kind, all_raise = type(model.updater), run.whether_all_raise()
+            rehearse_user_optimizer(optim, kind, model.parameters, run.ranks, all_raise)
 
     def _rehearse(self, extras: NonTensorState | None = None) -> RehearsalReport:
         training, session, contents, keep = self._training, self._session, self._contents, self._config.keep

@@ -51,6 +51,7 @@ from holdfast.training.setup.rows import (
     row_tokeniser,
     training_stream,
 )
+from holdfast.training.setup.updates import settle_update_form
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def training_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any
     _check_end(config, total)
     seed_rank(config.seed, run.world.rank, deterministic=config.determinism)
     give_optimizer(model, total)
+    settle_update_form(model)
     marks = ranks.on_first_rank(lambda: image_fingerprints(run, stream, origin))  # it reads images for all
     with ranks.together():
         images = image_side_of(config, origin)

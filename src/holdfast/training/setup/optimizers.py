@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.config.sections.optim import (
-    AdamW4bitConfig,
     AdamW8bitConfig,
     AdamWBF16Config,
     AdamWConfig,
-    AdamWFP8Config,
-    LowBitConfig,
     MuonConfig,
     OptimConfig,
     SGDConfig,
@@ -30,7 +27,7 @@ from holdfast.models.adapters.live import adapters_of
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.optim.averages import Averages
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
-from holdfast.optim.lowbit import AdamW4bit, AdamW8bit, AdamWBF16, AdamWFP8
+from holdfast.optim.lowbit import AdamW8bit, AdamWBF16
 from holdfast.optim.muon import ADAMW, MUON, Muon, Stack
 from holdfast.optim.user import build_user_optimizer
 from holdfast.parallel.shards import sharded_parameters
@@ -38,11 +35,9 @@ from holdfast.text.escaping import error_words
 from holdfast.training.observe import load_function
 from holdfast.training.run import ConfiguredRun, Run
 
-LOW_BIT = {"adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit, "adamw_fp8": AdamWFP8}
-
 
 def build_optimizer(
-    config: AdamWConfig | AdamWBF16Config | LowBitConfig | SGDConfig | MuonConfig,
+    config: AdamWConfig | AdamWBF16Config | AdamW8bitConfig | SGDConfig | MuonConfig,
     parameters: Mapping[str, nn.Parameter],
     vocabulary: Collection[str] = (),
     stacks: Mapping[str, Stack] | None = None,
@@ -69,14 +64,8 @@ def build_optimizer(
             return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
         case AdamWBF16Config():
             return AdamWBF16(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-        case AdamW8bitConfig() | AdamW4bitConfig() | AdamWFP8Config():
-            return LOW_BIT[config.kind](
-                groups,
-                lr=config.lr,
-                betas=config.betas,
-                eps=config.eps,
-                compile_update=config.compile,
-            )
+        case AdamW8bitConfig():
+            return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         case SGDConfig():
             return torch.optim.SGD(
                 groups,
@@ -174,7 +163,7 @@ def optimizer_of(run: Run, parameters: Mapping[str, nn.Parameter], policy: Polic
     config, ranks = run.config.optim, run.ranks
     if isinstance(config, UserOptimizerConfig):
         kind = ranks.on_all_ranks(lambda: _class_at(config.path, run))
-        return build_user_optimizer(config, kind, parameters, ranks, run.whether_all_raise())
+        return build_user_optimizer(config, kind, parameters, ranks)
     vocabulary, stacks = (set[str](), {}) if policy is None else (vocabulary_of(policy), stacks_of(policy))
     return ranks.on_all_ranks(lambda: build_optimizer(config, parameters, vocabulary, stacks))
 

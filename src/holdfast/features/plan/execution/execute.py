@@ -27,7 +27,7 @@ from holdfast.checkpoint.loading.plan import execute as execute_load
 from holdfast.checkpoint.loading.plan import plan_load, states_read
 from holdfast.config.quiet import broken
 from holdfast.config.sections.engine import LocalEngineConfig
-from holdfast.config.sections.optim import UserOptimizerConfig
+from holdfast.config.sections.optim import AdamW8bitConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.features.plan.counting.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS, RESUME
@@ -55,7 +55,7 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.rollout.local.recurrent import why_not_in_process
 from holdfast.training.phases import PhaseClock
 from holdfast.training.run import Logbook, Model, Run
-from holdfast.training.setup.optimizers import LOW_BIT, build_optimizer
+from holdfast.training.setup.optimizers import build_optimizer
 from holdfast.types import host_values_from
 
 T = TypeVar("T")
@@ -184,10 +184,6 @@ class _NoFailureChannel:
     def phase(self, _: str) -> Iterator[None]:
         """Enter a phase that nobody hears of."""
         yield
-
-    def all_ranks_raise(self, _: str) -> bool:
-        """Return True: all ranks are assumed to do what this one does."""
-        return True
 
 
 @contextlib.contextmanager
@@ -319,7 +315,7 @@ def import_first(config: TrainingConfig) -> None:
             check_library(config.model.lora.quantize)
         broken("bitsandbytes")  # peft imports it
         importlib.import_module("peft")
-    if not isinstance(config.optim, UserOptimizerConfig) and config.optim.kind in LOW_BIT:
+    if isinstance(config.optim, AdamW8bitConfig):
         weight = nn.Parameter(torch.zeros(64, 64))
         weight.grad = torch.zeros_like(weight)
         build_optimizer(config.optim, {"weight": weight}).step()

@@ -42,8 +42,6 @@ def without_files(config: TrainingConfig, base: Path, device: str) -> tuple[Trai
     changed: dict[str, Any] = {"model": model}
     if model.lora is not None and model.lora.path is not None:
         changed["model"] = model.model_copy(update={"lora": model.lora.model_copy(update={"path": None})})
-    if getattr(config.optim, "compile", False):
-        changed["optim"] = config.optim.model_copy(update={"compile": False})
     if isinstance(config, GRPOConfig):
         rollout = config.rollout.model_copy(update={"record": False, "show": 0, "stop": []})
         changed |= {"rollout": rollout}
