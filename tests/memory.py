@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +16,3 @@ def most_allocated(work: Callable[[], None]) -> int:
     memory = [(event.start_ns(), event.nbytes()) for event in result.events() if event.name() == "[memory]"]
     memory.sort(key=lambda event: event[0])
     return int(np.cumsum([count for _, count in memory]).max())
-
-
-def mapped_weights() -> int:
-    """Return the bytes of weights that this process shares with others."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = [line.split()[0].split("-") for line in lines if "memfd:holdfast-weights" in line]
-    return sum(int(end, 16) - int(start, 16) for start, end in ranges)

@@ -39,7 +39,7 @@ def test_padded_rows_by_hand() -> None:
     batch = pack([FIRST, SECOND], [ONE, ONE], padded=True, pad_token=9)
 
     assert batch.tokens.tolist() == [[100, 101, 102, 103], [200, 201, 9, 9]]
-    assert batch.position_ids.tolist() == [[[0, 1, 2, 3], [0, 1, 0, 1]]]
+    assert batch.position_ids.tolist() == [[[0, 1, 2, 3], [0, 1, 0, 0]]]
     assert batch.sequence_ids.tolist() == [[0, 0, 0, 0], [1, 1, -1, -1]]
     assert batch.predictor_index.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
     assert batch.loss_mask.tolist() == [[False, True, False, True], [False, True, False, False]]

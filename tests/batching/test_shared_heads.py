@@ -91,8 +91,7 @@ def result(model: Any, batch: Batch, router_loss: RouterLoss | None = None) -> t
     family = family_of(mine)
     spec = family.head_spec(float32_product=False, chunk_tokens=5)
     policy = PolicyModel(mine, family, spec, router_loss=router_loss)
-    given = torch.arange(4.0) if router_loss is not None and router_loss.kind == "global" else None
-    output = policy(batch, NegativeLogLikelihood(), router_loads=given)
+    output = policy(batch, NegativeLogLikelihood())
     assert isinstance(output, LossSum)
     output.loss.backward()
     return output, {name: value.grad for name, value in mine.named_parameters() if value.grad is not None}
@@ -128,7 +127,7 @@ def test_a_sequence_that_adds_nothing_to_its_head_changes_nothing_of_others(size
         assert float((gradient - apart[1][name]).norm()) <= 1e-6 * float(apart[1][name].norm()), name
 
 
-@pytest.mark.parametrize("kind", ["sequence", "batch", "global"])
+@pytest.mark.parametrize("kind", ["sequence", "batch"])
 def test_a_router_loss_takes_a_shared_head_for_each_of_its_sequences(kind: Any) -> None:
     model = twin(strong_model("mixtral", scale=2.0), torch.float64)
     loss = RouterLoss(kind, 0.5)

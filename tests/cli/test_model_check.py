@@ -18,7 +18,7 @@ from tests.models.directories import config_of, write_directory
 from tests.vision_derived import derived_directory, derived_side
 
 EXPECTED = {
-    "phi3:longrope": {"attention": "packed", "lengths": " 6, 20 "},
+    "phi3:longrope": {"attention": "rotary angles depend on the length", "lengths": " 6, 20 "},
     "phimoe": {"attention": "packed", "rollouts": "process"},
     "gemma4": {"attention": "packed", "lengths": " 6 "},
     "llama4": {"attention": "chunked_attention", "rollouts": "transformers' generate", "lengths": " 16 "},

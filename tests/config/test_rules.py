@@ -112,14 +112,9 @@ MODEL = "model: {path: some-model}\n"
             "model.lora.quantize",
         ),
         (
-            "steps: 1\n" + ROWS + "model: {path: m, dropout: true, router_loss: global}\n",
-            "run.yaml:3: model.dropout",
-            "model.router_loss",
-        ),
-        (
-            "steps: 1\n" + ROWS + "model: {path: m, router_loss: global}\nneftune_alpha: 5\n",
-            "run.yaml:4: neftune_alpha",
-            "model.router_loss neftune_alpha",
+            "steps: 1\n" + ROWS + "model: {path: m, router_loss: {kind: global, coefficient: 0.1}}\n",
+            "run.yaml:3: model.router_loss",
+            "sequence batch",
         ),
         ("steps: 1\nmodel: {dtype: float32}\n" + ROWS, "run.yaml:2: model.path", ""),
         ("steps: 1\nmodel: {path: m, config: {model_type: llama}}\n" + ROWS, "run.yaml:2: model.config", ""),

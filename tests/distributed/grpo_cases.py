@@ -28,10 +28,10 @@ from holdfast.training.policy.experience import with_advantages
 from holdfast.training.policy.metrics import rollout_metrics
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
-from holdfast.training.rollout_memory import copy_bytes, layout_bytes, shared_by_ranks
+from holdfast.training.rollout_memory import copy_bytes, layout_bytes
 from holdfast.training.run import StepAbandoned
 from holdfast.training.setup.begin import Live
-from tests.memory import mapped_weights, most_allocated
+from tests.memory import most_allocated
 
 
 def prompts_of(count: int) -> list[dict[str, str]]:
@@ -281,24 +281,18 @@ def by_hand(
     }
 
 
-def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[int, int, int, int]:
-    """Return the most bytes that refreshing and decoding took at once, what the check before step 1 counts for it.
-
-    And the bytes of memory that the ranks share, while they sample and afterwards.
-    """
+def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[int, int]:
+    """Return the most bytes that refreshing and decoding took at once, and what the check before step 1 counts."""
     training = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, lambda _: [], Live(rows=rows))
     request = Request(0, np.arange(2, 10), (1,))
-    shared = []
 
     def sample() -> None:
         training.evaluation.sampler.publish(training.model)
         generate(training.evaluation.sampler.engine, [request], SamplingConfig(max_new_tokens=4))
-        shared.append(mapped_weights())
         training.evaluation.sampler.release(training.model)
 
     most = most_allocated(sample)
-    counted = copy_bytes(training.model, shared_by_ranks(training.model)) + layout_bytes(training.model)
-    return most, counted, shared[0], mapped_weights()
+    return most, copy_bytes(training.model) + layout_bytes(training.model)
 
 
 def columns_of_a_mixture(world: World, tree: dict[str, Any]) -> list[str]:

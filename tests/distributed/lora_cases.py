@@ -13,10 +13,9 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import Share, pack
 from holdfast.models.adapters.live import adapters_off
-from holdfast.parallel.host_memory import live_tensors
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
-from holdfast.parallel.stream import full_tensor
+from holdfast.parallel.stream import full_tensor, live_tensors
 from holdfast.recipes.sft import sft, sft_step
 from holdfast.training.setup.begin import Live, build_run
 from holdfast.types import Example, Scores
@@ -40,10 +39,7 @@ def probe(policy: Any) -> torch.Tensor:
 
 def merged(training: Any) -> dict[str, torch.Tensor]:
     """Return the matrices that an engine gets."""
-    dtype = getattr(torch, training.trained.plan.compute_dtype)
-    return {
-        name: tensor.clone() for name, tensor in live_tensors(training.trained.model, training.setting.ranks, dtype)
-    }
+    return {name: tensor.clone() for name, tensor in live_tensors(training.trained.model)}
 
 
 def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, Any]:

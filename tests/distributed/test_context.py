@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.cases import rows_of, settings, train
 from tests.distributed.context_cases import branched, differences, document, first_lines, train_without_float32
 from tests.distributed.test_split_invariance import assert_same
+from tests.models.architectures import DYNAMIC
 from tests.tiny import tiny_directory
 
 ROWS = rows_of(24)
@@ -18,11 +19,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}, {}),
     "one key head": ("qwen3", {"num_key_value_heads": 1}, {}),
     "windows and caps": ("gemma2", {"attn_logit_softcapping": 3.0}, {}),
-    "angles by length": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
-        {"config_override": {"max_position_embeddings": 16}},
-    ),
     "lora": ("llama", {}, {"lora": {"rank": 2}}),
     "experts": ("mixtral", {"router_aux_loss_coef": 0.05, "output_router_logits": False}, {}),
 }
@@ -66,7 +62,6 @@ SPLITS = [
     pytest.param("one key head", 2, {}, {}, id="one key head, 2"),
     pytest.param("one key head", 4, {}, {"context": 4}, id="one key head, 4"),
     pytest.param("windows and caps", 2, {"tokens_per_micro_batch": 24}, {}, id="windows and caps, 2"),
-    pytest.param("angles by length", 2, {}, {}, id="angles by length, 2"),
     pytest.param("experts", 2, {"tokens_per_micro_batch": 24}, {"recompute": "full"}, id="experts, 2, recomputed"),
     pytest.param("experts", 4, {"tokens_per_micro_batch": 24}, {}, id="experts, context 2 x shard 2"),
     pytest.param("experts", 4, {"packing": "wrapped"}, {"context": 4}, id="experts, windows, 4"),
@@ -133,6 +128,7 @@ def test_the_span_of_a_rank_may_end_at_every_offset_of_a_document(
             "llama has 2. Set parallel.context to one of 2,",
         ),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, 2, {"context": 2}, "lfm2 is not packed: its conv layers"),
+        ("llama", {"rope_parameters": DYNAMIC}, 2, {"context": 2}, "llama is not packed: its rotary angles depend"),
     ],
 )
 def test_what_cannot_share_rows_is_refused_on_all_ranks(  # noqa: PLR0913 - a model and its ranks

@@ -164,22 +164,7 @@ def test_the_hand_made_router_loss_is_the_one_of_transformers() -> None:
     assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_the_global_router_loss_is_that_of_all_sequences_together(
-    pools: Any, oracle: Any, directories: dict[str, str], ranks: int, packing: str
-) -> None:
-    data = {"tokens_per_micro_batch": 96, "packing": packing}
-    model = {"router_loss": {"kind": "global", "coefficient": COEFFICIENT}, "attention": "sdpa"}
-    tree = settings(directories["mixtral"], data=data, model=model, parallel={"recompute": "full"})
-
-    found = pools(ranks).run(train, tree, ROWS)
-
-    assert_same(found[0], oracle("mixtral", "batch"))
-
-
-@pytest.mark.parametrize("kind", ["sequence", "global", "batch"])
+@pytest.mark.parametrize("kind", ["sequence", "batch"])
 def test_ranks_that_share_a_row_have_the_router_loss_of_the_whole_row(
     pools: Any, oracle: Any, directories: dict[str, str], kind: str
 ) -> None:
@@ -189,7 +174,7 @@ def test_ranks_that_share_a_row_have_the_router_loss_of_the_whole_row(
     found = pools(2).run(train, tree, ROWS)
 
     for outcome in found:
-        assert_same(outcome, oracle("mixtral", "sequence" if kind == "sequence" else "batch"))
+        assert_same(outcome, oracle("mixtral", kind))
 
 
 def test_the_batch_router_loss_is_that_of_transformers_on_one_micro_batch(
@@ -245,13 +230,12 @@ def test_gradients_are_right_where_a_rank_sends_an_expert_nothing(
         assert all(np.abs(gradient[expert]).max() > 0 for expert in np.flatnonzero(~idle))
 
 
-@pytest.mark.parametrize("kind", ["sequence", "global"])
-def test_idle_ranks_take_part_and_change_nothing(pools: Any, directories: dict[str, str], kind: str) -> None:
+def test_idle_ranks_take_part_and_change_nothing(pools: Any, directories: dict[str, str]) -> None:
     model = make("mixtral").double()
     model.set_experts_implementation("eager")
     batches = [examples()[:8], examples()[8:10]]  # two rows are left for four ranks
-    expected = reference(model, batches, {"global": "batch"}.get(kind, kind), COEFFICIENT, lr=0.1)
-    tree = settings(directories["mixtral"], model={"router_loss": kind})
+    expected = reference(model, batches, "sequence", COEFFICIENT, lr=0.1)
+    tree = settings(directories["mixtral"])
 
     found = pools(4).run(train, tree, ROWS[:10], 2)
 

@@ -18,7 +18,7 @@ from holdfast.parallel.shards import local_part
 from holdfast.recipes.grpo import grpo_step, learn
 from holdfast.rollout.engine import Request
 from holdfast.training.policy.walk import walk_a_step
-from holdfast.training.rollout_memory import _expected_bytes, block_bytes, cache_blocks, refuse_no_room, shared_by_ranks
+from holdfast.training.rollout_memory import _expected_bytes, block_bytes, cache_blocks, refuse_no_room
 from holdfast.training.run import TrainState
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.tiny import tiny_directory
@@ -69,13 +69,13 @@ def test_blocks_are_those_of_all_rows_at_their_longest_or_half_of_what_is_free(
 def expected(world: World, tree: dict[str, Any], rows: Any) -> dict[str, int]:
     """Return what is counted on beside what is there: of a training run, of a policy alone, of a run with state."""
     training = built(world, tree, rows)
-    model, common = training.model, shared_by_ranks(training.model)
-    before = {"trains": _expected_bytes(model, common, trains=True)}
-    before["alone"] = _expected_bytes(model, common, trains=False)
+    model = training.model
+    before = {"trains": _expected_bytes(model, trains=True)}
+    before["alone"] = _expected_bytes(model, trains=False)
     assert grpo_step(training) is not None
     state = [value for values in model.optimizer.state.values() for value in values.values() if value.ndim]
     return before | {
-        "has state": _expected_bytes(model, common, trains=True),
+        "has state": _expected_bytes(model, trains=True),
         "state": sum(local_part(value).nbytes for value in state),
     }
 
@@ -101,9 +101,9 @@ def places_of_a_run(world: World, tree: dict[str, Any], rows: Any) -> dict[str, 
     with redirect_stdout(printed):
         training = built(world, tree, rows, walks=False)
     lines = [line.partition(":")[0] for line in printed.getvalue().splitlines()]
-    model, critic, common = training.model, training.critic, shared_by_ranks(training.model)
+    model, critic = training.model, training.critic
     assert critic is not None
-    counted = [_expected_bytes(model, common, trains=True, others=others) for others in ([critic], [])]
+    counted = [_expected_bytes(model, trains=True, others=others) for others in ([critic], [])]
     walk_a_step(training, learn)
     assert grpo_step(training) is not None
     state = [value for values in critic.optimizer.state.values() for value in values.values() if value.ndim]

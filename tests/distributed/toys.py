@@ -63,9 +63,6 @@ class Toy(nn.Module):
     def upstream_values(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens
 
-    def router_tally(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens
-
 
 def shard(world: World, toy: Toy, **options: Any) -> ShardPlan:
     """Plan and apply as a run does."""

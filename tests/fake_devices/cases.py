@@ -59,7 +59,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft chunks of logits": tree(model={"head": {"chunk_tokens": 64}}),
     "sft head in float32": tree(model={"head": {"dtype": "float32"}}),
     "sft experts": tree(model={"config": EXPERTS}),
-    "sft experts, loads of the update": tree(model={"config": EXPERTS, "router_loss": "global"}),
     "sft LoRA": tree(model={"lora": {"rank": 4}}),
     "sft LoRA, 4 bits": tree(model={"lora": {"rank": 4, "quantize": "nf4"}, "frozen_dtype": "bfloat16"}),
     "sft uncompiled": tree(parallel={"compile": "off"}),
@@ -111,7 +110,6 @@ NOT_SHARDED_ALONE = {"grpo offloaded"}
 """Runs that one rank refuses: there the engine reads the parameters themselves."""
 NOT_BY_PLACE = {
     "sft uncompiled", "sft one pass", "sft activations offloaded", "sft chunks of logits", "sft head in float32",
-    "sft experts, loads of the update",
     "sft recomputed by half", "sft recomputed selectively", "sft averages", "sft padded", "sft noise", "sft entropy",
     "grpo shared rows", "grpo truncated sampling", "grpo by covariance",
     "distill on own texts",

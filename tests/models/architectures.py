@@ -25,8 +25,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 8},
     "gemma3_text": {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"sliding_window": 6},
-    "phi3:longrope": {"sliding_window": 6, "original_max_position_embeddings": 20, "rope_parameters": LONGROPE},
-    "llama:dynamic": {"max_position_embeddings": 20, "rope_parameters": DYNAMIC},
     "olmo2": {},
     "granite": {"attention_multiplier": 0.4, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
     "smollm3": {"no_rope_layers": [1, 0]},
@@ -79,8 +77,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
 }
-"""What each architecture that is packed needs beside `tests.tiny`; sliding windows are 6, and rotary angles that depend
-on the length of a text change beyond 20 tokens."""
+"""What each architecture that is packed needs beside `tests.tiny`; sliding windows are 6."""
+
+BY_LENGTH: dict[str, dict[str, Any]] = {
+    "phi3:longrope": {"sliding_window": 6, "original_max_position_embeddings": 20, "rope_parameters": LONGROPE},
+    "llama:dynamic": {"max_position_embeddings": 20, "rope_parameters": DYNAMIC},
+}
+"""Architectures whose rotary angles depend on the length of a text, here beyond 20 tokens; they are not packed."""
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"reason": "linear_attention", "state_size": 8},
@@ -151,7 +154,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def settings_of(kind: str) -> dict[str, Any]:
     """Return what a configuration of this kind needs beside `tests.tiny`."""
-    known = (SETTINGS | RECURRENT | OTHERS)[kind]
+    known = (SETTINGS | BY_LENGTH | RECURRENT | OTHERS)[kind]
     return {name: value for name, value in known.items() if name != "reason"}
 
 

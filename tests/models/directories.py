@@ -13,7 +13,7 @@ from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.parallel.shards import materialise
-from tests.models.architectures import LLAMA4_TEXT, RECURRENT, SETTINGS, settings_of, strong_model
+from tests.models.architectures import BY_LENGTH, LLAMA4_TEXT, RECURRENT, SETTINGS, settings_of, strong_model
 from tests.tiny import COMMON, EXTRA
 
 _VISION = {
@@ -121,7 +121,7 @@ BLIND: dict[str, dict[str, Any]] = {
 }
 """Models that see, and whose images are not known: they train on text."""
 
-KINDS = [*SETTINGS, *RECURRENT, *MULTIMODAL, *BLIND]
+KINDS = [*SETTINGS, *BY_LENGTH, *RECURRENT, *MULTIMODAL, *BLIND]
 
 
 def config_of(kind: str, **overrides: Any) -> Any:

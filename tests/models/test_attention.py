@@ -18,7 +18,7 @@ from holdfast.models.layers.attention import PACKED, packed_attention, register_
 from holdfast.models.layers.documents import Documents
 from holdfast.models.layers.family import family_of
 from holdfast.types import Batch, Example, Scores
-from tests.models.architectures import RECURRENT, SETTINGS, fresh, strong_model, twin
+from tests.models.architectures import BY_LENGTH, RECURRENT, SETTINGS, fresh, strong_model, twin
 from tests.models.sides import sides_of
 from tests.versions import skip_with
 
@@ -95,14 +95,15 @@ def test_packed_rows_and_padded_rows_agree(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss", "phi3:longrope", "llama:dynamic"])
-def test_gradients_of_packed_documents_are_those_of_each_alone(kind: str) -> None:
+def test_gradients_of_documents_of_one_batch_are_those_of_each_alone(kind: str) -> None:
     model = float64_throughout(strong_model(kind, scale=2.0))
     weights = torch.linspace(-1.0, 1.0, sum(LENGTHS) - len(LENGTHS), dtype=torch.float64)
     (alone(model, documents_of()) * weights).sum().backward()
 
-    policy = policy_of(model)
+    policy = policy_of(model, padded=kind in BY_LENGTH)
     policy.zero_grad()
-    (scored(policy, batch_of(documents_of(), dtype=torch.float64)) * weights).sum().backward()
+    batch = batch_of(documents_of(), padded=policy.padded, dtype=torch.float64)
+    (scored(policy, batch) * weights).sum().backward()
 
     for (name, mine), theirs in zip(policy.language_model.named_parameters(), model.parameters(), strict=True):
         assert mine.grad is not None
@@ -139,6 +140,7 @@ def float64_attention(
     total = weights.sum(-1, keepdim=True)
     if options.get("s_aux") is not None:
         total = total + options["s_aux"].exp()[:, None, None]
+    total = total.masked_fill(total == 0, 1.0)  # padding farther behind a row than its window sees nothing
     return (weights / total @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
 
 
@@ -192,6 +194,16 @@ def test_recurrent_layers_are_never_packed_and_the_family_says_why(kind: str) ->
     assert family.why_not_packed.endswith("layers carry state across documents")
     assert RECURRENT[kind]["reason"] in family.why_not_packed
     assert_close(found, alone(model, documents_of()), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_texts_whose_length_decides_their_angles_are_never_packed(kind: str) -> None:
+    model = strong_model(kind)
+
+    found = scored(policy_of(model, padded=True), batch_of(documents_of(), padded=True))
+
+    assert family_of(model).why_not_packed == "its rotary angles depend on the length of a text"
+    assert_close(found, alone(model, documents_of()), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", RECURRENT)

@@ -10,7 +10,6 @@ import torch
 from holdfast.config.sections.model import (
     AutoRouterLoss,
     BatchRouterLoss,
-    GlobalRouterLoss,
     NoRouterLoss,
     SequenceRouterLoss,
 )
@@ -44,7 +43,6 @@ def test_routers_are_found_where_there_are_some(kind: str) -> None:
         ("mixtral", NoRouterLoss(), None),
         ("mixtral", SequenceRouterLoss(coefficient=0.5), RouterLoss("sequence", 0.5)),
         ("mixtral", BatchRouterLoss(), RouterLoss("batch", 0.02)),
-        ("mixtral", GlobalRouterLoss(coefficient=1e-3), RouterLoss("global", 1e-3)),
         ("llama", AutoRouterLoss(), None),
         ("glm4_moe", AutoRouterLoss(), None),
     ],
@@ -66,5 +64,7 @@ def test_a_model_whose_coefficient_is_0_is_trained_without() -> None:
 def test_a_model_that_transformers_has_no_router_loss_for_is_refused_one() -> None:
     model = tiny_model("glm4_moe", **SETTINGS["glm4_moe"])
 
-    with pytest.raises(ModelError, match=r"global, but transformers has no router loss for glm4_moe.*router_loss: off"):
-        choose_router_loss(GlobalRouterLoss(coefficient=0.1), model)
+    with pytest.raises(
+        ModelError, match=r"sequence, but transformers has no router loss for glm4_moe.*router_loss: off"
+    ):
+        choose_router_loss(SequenceRouterLoss(coefficient=0.1), model)

@@ -20,7 +20,7 @@ from holdfast.models.files.configuration import make_trainable
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
 from holdfast.models.layers.family import HeadSpec, family_of
-from tests.models.architectures import OTHERS, RECURRENT, SETTINGS, settings_of, strong_model, twin
+from tests.models.architectures import BY_LENGTH, OTHERS, RECURRENT, SETTINGS, settings_of, strong_model, twin
 from tests.models.cases import checked
 from tests.models.directories import BLIND, KINDS, MULTIMODAL, model_of, write_directory
 from tests.models.sides import sides_of
@@ -112,7 +112,7 @@ def logits_in_evaluation(config: Any, weights: dict[str, Tensor]) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("kind", [*SETTINGS, *RECURRENT, *OTHERS])
+@pytest.mark.parametrize("kind", [*SETTINGS, *BY_LENGTH, *RECURRENT, *OTHERS])
 def test_the_configuration_of_a_run_evaluates_as_that_of_its_files(kind: str) -> None:
     model = tiny_model(kind, **settings_of(kind))
     config = copy.deepcopy(model.config)
@@ -123,7 +123,7 @@ def test_the_configuration_of_a_run_evaluates_as_that_of_its_files(kind: str) ->
     assert torch.equal(logits_in_evaluation(config, weights), logits_in_evaluation(model.config, weights))
 
 
-def test_documents_on_both_sides_of_a_boundary_lie_in_one_pack() -> None:
+def test_documents_on_both_sides_of_a_boundary_lie_in_one_batch() -> None:
     """No short text shows angles that change beyond 60 tokens; as transformers decides, the longest text decides."""
     longrope = settings_of("phi3:longrope") | {"original_max_position_embeddings": 60, "sliding_window": None}
     model = tiny_model("phi3:longrope", **longrope)

@@ -34,12 +34,6 @@ ASKS_THE_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "unique", "is_n
 """Operations that wait for the device, or that bring in a value of the host."""
 
 
-def within_its_angles(kind: str) -> Any:
-    """Return a model whose angles change beyond all texts here, if they do: a run that crosses there is refused."""
-    longest = {"llama:dynamic": "max_position_embeddings", "phi3:longrope": "original_max_position_embeddings"}
-    return reference(kind, **({longest[kind]: 35} if kind in longest else {}))
-
-
 def recorded_engine(
     model: Any, recorder: Recorder, *, rows: int = 8, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> InProcessEngine:
@@ -74,7 +68,7 @@ def assert_same(found: list[Sampled], expected: list[Sampled], tolerance: float 
 @pytest.mark.parametrize("kind", sorted(SETTINGS))
 @pytest.mark.cases(3)
 def test_rows_in_fixed_memory_draw_what_rows_as_they_are_draw(kind: str) -> None:
-    model, asked, recorder = within_its_angles(kind), requests(5), Steps()
+    model, asked, recorder = reference(kind), requests(5), Steps()
     sampling = SamplingConfig(max_new_tokens=20, temperature=1.3)
 
     found = by_recordings(model, recorder, asked, sampling)
@@ -86,10 +80,10 @@ def test_rows_in_fixed_memory_draw_what_rows_as_they_are_draw(kind: str) -> None
 _PROGRAMS = ["qwen3", "qwen2", "gemma2", "gemma3_text", "cohere2", "phi3", "granite", "smollm3"]
 
 
-@pytest.mark.parametrize("kind", [*_PROGRAMS, "phi3:longrope", "llama:dynamic"])
+@pytest.mark.parametrize("kind", _PROGRAMS)
 @pytest.mark.cases(2)
 def test_a_step_is_a_program_of_its_memory_alone(kind: str) -> None:
-    model, asked, recorder = within_its_angles(kind), requests(3), Program()
+    model, asked, recorder = reference(kind), requests(3), Program()
 
     found = by_recordings(model, recorder, asked, FEW, rows=512)
 

@@ -72,7 +72,6 @@ def test_log_probabilities_are_those_of_a_forward_pass_over_the_whole(kind: str)
     model = reference(kind)
     asked = requests()
 
-    # The longest has 20 tokens: a policy that may go on to where rotary angles change is refused.
     found = generate(engine_of(model), asked, SamplingConfig(max_new_tokens=11, temperature=1.3))
 
     assert len(found) == 12

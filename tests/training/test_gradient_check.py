@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.architectures import OTHERS, RECURRENT, SETTINGS
+from tests.models.architectures import BY_LENGTH, OTHERS, RECURRENT, SETTINGS
 from tests.training.gradient_cases import (
     CHANGES,
     every_kind,
@@ -20,7 +20,7 @@ from tests.training.gradient_cases import (
 )
 
 LORA = {"rank": 4, "dropout": 0.5}
-KINDS = [kind for kind in (*SETTINGS, *RECURRENT, *OTHERS) if kind != "llama4_text"]
+KINDS = [kind for kind in (*SETTINGS, *BY_LENGTH, *RECURRENT, *OTHERS) if kind != "llama4_text"]
 SECTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "recomputed": {"parallel": {"recompute": "full"}},

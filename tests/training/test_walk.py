@@ -25,7 +25,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "residency": {"optimizer": "host"},
         "kl": {"coefficient": 0.1},
     },
-    "experts": {"model": {"router_loss": "global"}, "kl": {"coefficient": 0.1}},
+    "experts": {"model": {"router_loss": "sequence"}, "kl": {"coefficient": 0.1}},
 }
 FAILURES = {
     "unknown": ("ModelError", "A step of this run would fail where it updates: KeyError: 'branches' Two tiny groups"),

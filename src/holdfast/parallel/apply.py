@@ -30,7 +30,6 @@ FORWARD_METHODS = (
     "upstream_values",
     "upstream_hidden",
     "upstream_head",
-    "router_tally",
     "show_predictors",
     "predicting_states",
 )

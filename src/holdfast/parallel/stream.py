@@ -91,6 +91,15 @@ def full_tensor(tensor: Holding) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def live_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors by canonical name, gathered one at a time; a tensor that is not sharded is the policy's own.
+
+    Every rank walks through all of them, in step with the others.
+    """
+    for name, holding in held_tensors(policy).items():
+        yield name, full_tensor(holding)
+
+
 class StreamStopped(HoldfastError):
     """Another rank has left a stream of tensors; that rank's own error is the cause."""
 

@@ -21,10 +21,8 @@ from holdfast.data.batches.assembly import Layout
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.models.check.shrink import layers_in
-from holdfast.models.layers.rotary import angles_by_length
 from holdfast.models.setup.model import Blueprint
-from holdfast.parallel.host_memory import live_tensors
-from holdfast.parallel.stream import drained
+from holdfast.parallel.stream import drained, live_tensors
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.graphs import CudaRecorder
@@ -119,8 +117,7 @@ def give_weights(engine: RolloutEngine, model: Model) -> None:
     if isinstance(engine, PublishedEngine):
         engine.publish(model)
         return
-    dtype: torch.dtype = getattr(torch, model.plan.compute_dtype)
-    tensors = live_tensors(model.module, model.run.ranks, dtype)
+    tensors = live_tensors(model.module)
     with model.run.ranks.together(), drained(tensors):
         engine.update_weights(tensors, model.state.updates)
 
@@ -215,7 +212,6 @@ def layout_of(model: Model, images: ImageSide | str = "") -> Layout:
     dtype = torch.float64 if model.run.config.model.dtype == "float64" else torch.float32
     several = model.plan.sharded and model.run.ranks.size > 1
     stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
-    angles = angles_by_length([model.blueprint.skeleton.config])
     padded, filler = model.module.padded, pad_token(model.blueprint.tokenizer)
     context = model.run.config.parallel.context
-    return Layout(padded, filler, dtype, attention, angles_of=angles, stand_in=stand_in, context=context)
+    return Layout(padded, filler, dtype, attention, stand_in=stand_in, context=context)

@@ -19,7 +19,6 @@ from holdfast.errors import ConfigError
 from holdfast.files import size_words
 from holdfast.models.check.shrink import layers_in
 from holdfast.models.layers.attention import attention_layers, head_sizes
-from holdfast.parallel.host_memory import common_bytes
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part
 from holdfast.rollout.engine import RolloutEngine
@@ -60,11 +59,11 @@ def deal_memory(
     """
     if not isinstance(rollout.engine, LocalEngineConfig):
         return
-    common, ranks = shared_by_ranks(model), model.run.ranks
+    ranks = model.run.ranks
     with ranks.together():
-        check_copy_fits(model, rollout.copy_gib, common, in_process=isinstance(engine, InProcessEngine))
+        check_copy_fits(model, rollout.copy_gib, in_process=isinstance(engine, InProcessEngine))
     if isinstance(engine, InProcessEngine):
-        free = free_beside(model, common, companions=companions, trains=trains)
+        free = free_beside(model, companions=companions, trains=trains)
         with ranks.together():
             refuse_no_room(model, longest_row(model, rollout, context), free)
         limit_engine(engine, model, rollout, context, free)
@@ -97,25 +96,24 @@ _STATE_SIZES = {"adamw_bf16": 3.0, "adamw_8bit": 0.51, "sgd": 1.0}
 """Bytes of an optimizer's state for each byte of the parameters that it updates; two for all other optimizers."""
 
 
-def free_beside(model: Model, common: int, *, companions: Iterable[Model] = (), trains: bool = True) -> int:
+def free_beside(model: Model, *, companions: Iterable[Model] = (), trains: bool = True) -> int:
     """Return the bytes of this rank's device that are left for keys and values; negative where there are none.
 
     Args:
         model: The policy.
-        common: From `shared_by_ranks`.
         companions: Further models that have an optimizer.
         trains: The policy has an optimizer.
     """
-    return free_bytes(model.run.world) - _expected_bytes(model, common, trains=trains, others=companions)
+    return free_bytes(model.run.world) - _expected_bytes(model, trains=trains, others=companions)
 
 
-def _expected_bytes(model: Model, common: int, *, trains: bool, others: Iterable[Model] = ()) -> int:
+def _expected_bytes(model: Model, *, trains: bool, others: Iterable[Model] = ()) -> int:
     """Return what this rank's device will hold while completions are sampled, beside what it holds now.
 
     That is the copy of the weights, matrices laid out for decoding, and the states of optimizers. Gradients are freed
     before. Arguments as of `free_beside`.
     """
-    copied = copy_bytes(model, common) + layout_bytes(model)
+    copied = copy_bytes(model) + layout_bytes(model)
     return copied + sum(map(_state_bytes, [*([model] if trains else []), *others]))
 
 
@@ -239,31 +237,22 @@ def settle_blocks(model: Model, engine: InProcessEngine, room: int) -> None:
         )
 
 
-def shared_by_ranks(model: Model) -> int:
-    """Return how many bytes of weights all ranks sample over together; all of them call this together."""
-    return common_bytes(model.module, model.run.ranks, getattr(torch, model.plan.compute_dtype))
-
-
-def check_copy_fits(model: Model, budget_gib: float | None, common: int, *, in_process: bool) -> None:
+def check_copy_fits(model: Model, budget_gib: float | None, *, in_process: bool) -> None:
     """Refuse rollouts that would run out of memory in step 1; else say what they take.
 
     Args:
         model: The policy, on its device already.
         budget_gib: Most that sampling may take; None for what is free now.
-        common: From `shared_by_ranks`.
         in_process: Whether our own decoding samples, and not transformers' `generate`.
 
     Raises:
         ConfigError: Sampling takes more.
     """
     dtype = model.plan.compute_dtype
-    copied = copy_bytes(model, common)
+    copied = copy_bytes(model)
     laid_out = layout_bytes(model) if in_process else 0
     needed = copied + laid_out
-    world, breakdown = (
-        model.run.world,
-        _memory_breakdown(copied, -(-common // model.run.ranks.size), laid_out, dtype),
-    )
+    world, breakdown = model.run.world, _memory_breakdown(copied, laid_out, dtype)
     budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
         has_limit = budget_gib is not None
@@ -278,11 +267,8 @@ def check_copy_fits(model: Model, budget_gib: float | None, common: int, *, in_p
         print(f"rollouts: {breakdown}, on every rank", flush=True)
 
 
-def copy_bytes(model: Model, common: int) -> int:
-    """Return what a rank's copy takes besides the policy itself, of which sampling reads what has the right dtype.
-
-    Of the `common` bytes that all ranks share, a rank has its part.
-    """
+def copy_bytes(model: Model) -> int:
+    """Return what a rank's copy takes besides the policy itself, of which sampling reads what has the right dtype."""
     dtype: torch.dtype = getattr(torch, model.plan.compute_dtype)
     plan = model.plan
     unsharded = not plan.sharded or (plan.shard == 1 and not plan.cpu_offload)
@@ -290,7 +276,7 @@ def copy_bytes(model: Model, common: int) -> int:
         numbers = sum(value.numel() for value in model.module.parameters() if value.dtype != dtype)
     else:
         numbers = sum(value.numel() for value in model.blueprint.skeleton.parameters())
-    return int(numbers) * dtype.itemsize - common + -(-common // model.run.ranks.size)
+    return int(numbers) * dtype.itemsize
 
 
 def layout_bytes(model: Model) -> int:
@@ -315,12 +301,6 @@ def free_host_bytes(world: World) -> int:
     return int(psutil.virtual_memory().available) // (world.local_size or 1)
 
 
-def _memory_breakdown(copied: int, shared: int, laid_out: int, dtype: str) -> str:
-    """Say what sampling takes; `shared` of what is copied is this rank's part of what all ranks read."""
-    whose = {
-        "a part of the copy of the weights that all ranks share": shared,
-        f"a copy of the {'other ' if shared else ''}weights": copied - shared,
-    }
-    breakdown = [f"{name}, {size_words(count)} in {dtype}" for name, count in whose.items() if count]
-    laid = [f"{size_words(laid_out)} of matrices laid out for decoding"] if laid_out else []
-    return ", and ".join([*(breakdown or ["the policy's own weights"]), *laid])
+def _memory_breakdown(copied: int, laid_out: int, dtype: str) -> str:
+    weights = f"a copy of the weights, {size_words(copied)} in {dtype}" if copied else "the policy's own weights"
+    return f"{weights}, and {size_words(laid_out)} of matrices laid out for decoding" if laid_out else weights

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from holdfast.data.batches.packing import to_device
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.models.layers.routers import global_loads
 from holdfast.objectives.base import Objective, ratio
 from holdfast.optim.clipping import clip_factor, scale, step_unless_skipped, takes_tensors
 from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
@@ -130,7 +129,7 @@ def train_step(
     sums: dict[str, Tensor] = {}
     sent: Tensor | None = None
     logprobs: list[Tensor] = []
-    router_loads = loads_before(model, mini_batch)
+    _refuse_split(model, mini_batch)
     model.run.log.batches += mini_batch.micro_batches
     with model.run.phase("forward_backward"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
@@ -144,11 +143,10 @@ def train_step(
                 objective,
                 temperature=model.temperature,
                 entropy=model.run.config.metrics.entropy,
-                router_loads=router_loads,
             )
             assert isinstance(output, LossSum)
             torch.autograd.backward(output.loss / denominator)
-            logprobs.append(output.scores.logprobs.detach())
+            logprobs.append(output.scores.values.detach())
             batch_sums = (
                 {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(source_names, batch, output)
             )
@@ -260,34 +258,20 @@ def _by_source(source_names: Sequence[str], batch: Batch, output: LossSum) -> di
     return {f"nll/{name}": totals[:, number] for name, number in index.items()}
 
 
-def loads_before(model: Model, mini_batch: MiniBatch) -> Tensor | None:
-    """Return [E] what the router loss of an update needs to know of all its sequences; None where it needs nothing.
-
-    For `global` that is one more forward pass of every micro-batch; all ranks call this together.
+def _refuse_split(model: Model, mini_batch: MiniBatch) -> None:
+    """Refuse the router loss `batch` for an update of several micro-batches, unless that was accepted.
 
     Raises:
-        ConfigError: The router loss `batch` meets an update of several micro-batches, which was not accepted.
+        ConfigError: The result would depend on the split.
     """
-    loss, section = model.module.router_loss, model.run.config.model.router_loss
-    if loss is None:
-        return None
-    several = len(mini_batch.micro_batches)
-    if section.kind == "batch" and not section.allow_split and several > 1:
+    section, several = model.run.config.model.router_loss, len(mini_batch.micro_batches)
+    if model.module.router_loss is not None and section.kind == "batch" and not section.allow_split and several > 1:
         raise ConfigError(
             f"model.router_loss: batch balances what one forward pass sees, and the update of step "
             f"{model.state.step + 1} takes {several} micro-batches, since rows gave more sequences than one each. "
-            "Raise data.tokens_per_micro_batch, use router_loss: sequence or global, or accept that the result depends "
-            "on the split: router_loss: {kind: batch, allow_split: true}."
+            "Raise data.tokens_per_micro_batch, use router_loss: sequence, or accept that the result depends on the "
+            "split: router_loss: {kind: batch, allow_split: true}."
         )
-    if loss.kind != "global":
-        return None
-    with model.run.phase("router_loads"):
-        tallies = []
-        for micro_batch in mini_batch.micro_batches:
-            tally = model.module.router_tally(to_device(micro_batch, model.run.world.device))
-            tallies.append(torch.cat([tally.choices.sum(0), tally.rows.sum()[None]]).double())
-        total = add_over_ranks(torch.stack(tallies).sum(0))
-    return global_loads(total[:-1], total[-1], mini_batch.count)
 
 
 def extreme_loads(loads: Tensor | None) -> Tensor | None:

@@ -57,14 +57,18 @@ class BatchRouterLoss(_RouterLoss):
     """Accept several micro-batches or ranks: each balances its own tokens, so ranks and budgets change the result."""
 
 
-class GlobalRouterLoss(_RouterLoss):
-    """Balance them over all sequences of an update, for one more forward pass that counts loads."""
-
-    kind: Literal["global"] = "global"
-
-
 RouterLossConfig = Annotated[
-    AutoRouterLoss | NoRouterLoss | SequenceRouterLoss | BatchRouterLoss | GlobalRouterLoss, ByKind("auto")
+    AutoRouterLoss | NoRouterLoss | SequenceRouterLoss | BatchRouterLoss,
+    ByKind(
+        "auto",
+        removed=(
+            (
+                "global",
+                "it counted loads in one more forward pass. Write sequence, which no split changes either, or batch, "
+                "transformers' formula over what one forward pass sees",
+            ),
+        ),
+    ),
 ]
 
 

@@ -186,15 +186,8 @@ class TrainingConfig(_Root):
                 yield key, f"{metric} is no metric of an evaluation; write eval/SET/METRIC as in metrics.jsonl"
 
     def _routers(self) -> Iterator[Mistake]:
-        """Yield a router loss that the split of a batch, or dropout, would change."""
-        loss, lora = self.model.router_loss, self.model.lora
-        if loss.kind == "global" and (self.model.dropout or (lora is not None and lora.dropout > 0)):
-            key = "model.dropout" if self.model.dropout else "model.lora.dropout"
-            yield (
-                key,
-                "model.router_loss: global counts loads in a forward pass of its own, where dropout differs; leave "
-                "dropout off, or use router_loss: sequence",
-            )
+        """Yield a router loss that the split of a batch would change."""
+        loss = self.model.router_loss
         if not isinstance(loss, BatchRouterLoss) or loss.allow_split:
             return
         splits = self._splits()
@@ -202,7 +195,7 @@ class TrainingConfig(_Root):
             yield (
                 "model.router_loss",
                 f"batch balances what one forward pass sees, and {splits}, so its result would depend on the split. "
-                "Use sequence or global, which do not, or accept it: router_loss: {kind: batch, allow_split: true}",
+                "Use sequence, which does not, or accept it: router_loss: {kind: batch, allow_split: true}",
             )
 
     def frozen_dtype(self, device: str) -> str:
@@ -294,16 +287,10 @@ class SFTConfig(TrainingConfig):
     et al. 2023, arXiv:2310.05914, where alpha is 5 to 15). Evaluation is without it."""
 
     def mistakes(self) -> Iterator[Mistake]:
-        """Yield noise that a router loss would not see."""
+        """Yield noise that ranks which share a row would not see alike."""
         yield from super().mistakes()
         if self.neftune_alpha is not None and self.parallel.context > 1:
             yield "neftune_alpha", f"parallel.context={self.parallel.context} does not take noise yet; leave it out"
-        if self.neftune_alpha is not None and self.model.router_loss.kind == "global":
-            yield (
-                "neftune_alpha",
-                "model.router_loss: global counts loads in a forward pass of its own, which has no noise; leave "
-                "neftune_alpha out, or use router_loss: sequence",
-            )
 
 
 def planned_steps(config: _Root, steps_per_epoch: int | None) -> int | None:

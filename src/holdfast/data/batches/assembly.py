@@ -8,7 +8,7 @@ every rank, since a rank with fewer would leave the others waiting in FSDP's col
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -257,9 +257,6 @@ class Layout:
     """Values that every token carries, and their dtypes: the batch of an idle rank has them too."""
     shares_heads: bool = False
     """Whether sequences of one draw are laid down with their common head once."""
-    angles_of: Callable[[int], Hashable] | None = None
-    """What differs between lengths of sequences that a model reads under different rotary angles; such share no head,
-    for which there is no single set of keys. None for models whose angles are those of any length."""
     weighs_heads: bool = False
     """Whether they share it only where that is less work by `saves_work`, or where images belong to it."""
     whole_draws: bool = False
@@ -340,11 +337,7 @@ def _plan(
 
 def _units(sequences: Sequence[SequenceInfo], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
     lengths = [sequence.tokens for sequence in sequences]
-    apart = _drawn_apart(lengths, draws, layout)
-    heads = [
-        0 if draw in apart or not layout.shares_heads else sequence.head
-        for sequence, draw in zip(sequences, draws, strict=True)
-    ]
+    heads = [sequence.head if layout.shares_heads else 0 for sequence in sequences]
     units = plan_units(lengths, heads, draws, budget, whole_draws=layout.whole_draws)
     if not layout.weighs_heads:
         return units
@@ -354,16 +347,6 @@ def _units(sequences: Sequence[SequenceInfo], draws: Sequence[int], budget: int,
         pays = sequences[unit.members[0]].has_inputs or saves_work(unit, lengths, layout.attention_share)
         weighed += [unit] if pays else taken_apart(unit, lengths)
     return weighed
-
-
-def _drawn_apart(lengths: Sequence[int], draws: Sequence[int], layout: Layout) -> set[int]:
-    """Return the draws whose sequences have several sets of rotary angles between them."""
-    if layout.angles_of is None:
-        return set()
-    angles: dict[int, set[Hashable]] = {}
-    for length, draw in zip(lengths, draws, strict=True):
-        angles.setdefault(draw, set()).add(layout.angles_of(length))
-    return {draw for draw, several in angles.items() if len(several) > 1}
 
 
 def _heads(unit: Unit) -> list[CommonStart]:

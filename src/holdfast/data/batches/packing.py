@@ -86,7 +86,8 @@ def pack(  # noqa: PLR0913 - sequences, and the rules of a pack
         end = 0
         for document in documents_of_row:
             end = filled.put(row, end, document, shares)
-        filled.position_ids[:, row, end:] = np.arange(width - end)
+        if not padded:  # positions of padding would count to the length of a shorter row
+            filled.position_ids[:, row, end:] = np.arange(width - end)
         filler = (width - end,) if end < width else ()  # a document of its own, which is no branch
         lengths.append((*(document.tokens for document in documents_of_row), *filler))
     branches = [document.branches for document in rows[0]]

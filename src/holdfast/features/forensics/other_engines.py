@@ -22,7 +22,7 @@ from holdfast.features.forensics.mismatch import (
 )
 from holdfast.models.layers.cache_argument import cache_argument, cache_of
 from holdfast.models.layers.routers import Routers, routers_of
-from holdfast.parallel.host_memory import live_tensors
+from holdfast.parallel.stream import live_tensors
 from holdfast.rollout.local.replica import Replica
 from holdfast.training.run import Model
 from holdfast.types import Group
@@ -39,8 +39,7 @@ def plain_copy(model: Model, dtype: torch.dtype | None = None, attention: str | 
     """Return a plain model with the policy's present weights, which do not follow it; one process."""
     computed: torch.dtype = getattr(torch, model.plan.compute_dtype)
     replica = Replica(model.blueprint, model.run.world.device, dtype or computed, attention)
-    tensors = live_tensors(model.module, model.run.ranks, computed)
-    replica.refresh((name, tensor.detach().clone()) for name, tensor in tensors)
+    replica.refresh((name, tensor.detach().clone()) for name, tensor in live_tensors(model.module))
     return replica
 
 

@@ -48,7 +48,8 @@ from holdfast.models.check.shrink import layers_in
 from holdfast.models.setup.model import Blueprint, blueprint, set_storage, storage_of
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.policy.run import moves_nothing
-from holdfast.training.setup.model import make_plan, policy_model
+from holdfast.training.setup.model import policy_model
+from holdfast.training.setup.shard_plan import make_plan
 
 _NO_FORMULA = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What formulas raise of a model whose configuration they do not know."""

@@ -22,8 +22,8 @@ from holdfast.models.heads.noise import EmbeddingNoise
 from holdfast.models.layers.cache_argument import cache_of
 from holdfast.models.layers.exchange import RowExchange
 from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_layer_of, reader_of
-from holdfast.models.layers.rotary import RotaryAngles
-from holdfast.models.layers.routers import RouterLoss, RouterOutput, Routers, Tally, routers_of
+from holdfast.models.layers.rotary import read_rows_alone
+from holdfast.models.layers.routers import RouterLoss, RouterOutput, Routers, routers_of
 from holdfast.models.names import POLICY_MODULE
 from holdfast.models.scores import score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
@@ -98,7 +98,7 @@ class PolicyModel(nn.Module):
         self.padded = padded
         self.routers = Routers(language_model) if routers_of(language_model) else None
         self.router_loss = router_loss
-        self.rotary = RotaryAngles(language_model)
+        read_rows_alone(language_model)
         self.noise: EmbeddingNoise | None = None
         self.context: RowExchange | None = None
         if (head := self.readable_head()) is not None:
@@ -132,7 +132,6 @@ class PolicyModel(nn.Module):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
-        router_loads: Tensor | None = None,
     ) -> LossSum | Scores:
         """Score the batch's trained tokens; with an objective, sum its loss over them.
 
@@ -141,7 +140,6 @@ class PolicyModel(nn.Module):
             objective: The loss, or None for differentiable scores.
             temperature: Divides the logits.
             entropy: Also compute entropies, even if the objective does not need them.
-            router_loads: [E] of the whole update, for the router loss `global`.
         """
         if objective is None or self.routers is None or not self.training:
             hidden = self.hidden_states(batch)
@@ -150,7 +148,7 @@ class PolicyModel(nn.Module):
             hidden = self.hidden_states(batch)
         output = self._scored(hidden, batch, objective, temperature, entropy)
         assert isinstance(output, LossSum)
-        return self._with_routers(output, router_outputs, batch, router_loads)
+        return self._with_routers(output, router_outputs, batch)
 
     def _scored(
         self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
@@ -190,29 +188,18 @@ class PolicyModel(nn.Module):
             scores = Scores(*(None if values is None else values.detach() for values in live))  # type: ignore[arg-type]
         return LossSum(loss, scores, spans.counted_once(objective.sums(scores, tokens), batch))
 
-    def _with_routers(
-        self, output: LossSum, router_outputs: list[RouterOutput], batch: Batch, router_loads: Tensor | None
-    ) -> LossSum:
+    def _with_routers(self, output: LossSum, router_outputs: list[RouterOutput], batch: Batch) -> LossSum:
         assert self.routers is not None
         tally = self.routers.tally(router_outputs, batch)
         if self.router_loss is None:
             return output._replace(router_loads=tally.loads)
-        kind = self.router_loss.kind
-        balance = (tally if kind == "global" else tally.of_row(batch, self.context)).loss(kind, batch, router_loads)
+        balance = tally.of_row(batch, self.context).loss(self.router_loss.kind, batch)
         loss = output.loss + self.router_loss.coefficient * balance.to(output.loss.dtype)
         return output._replace(
             loss=loss,
             sums=output.sums | {"router/loss": ratio(balance, batch.count)},
             router_loads=tally.loads,
         )
-
-    @torch.no_grad()
-    def router_tally(self, batch: Batch) -> Tally:
-        """Tally a batch without scoring it; like `forward`, a method that finds the root's parameters gathered."""
-        assert self.routers is not None
-        with self.routers.watched() as router_outputs:
-            self.hidden_states(batch)
-        return self.routers.tally(router_outputs, batch)
 
     @torch.no_grad()
     def predicting_states(self, batch: Batch) -> Tensor:
@@ -223,7 +210,7 @@ class PolicyModel(nn.Module):
     def show_predictors(self, batch: Batch, look: Callable[[Tensor, HeadWeights], None]) -> None:
         """Call `look` with the hidden states [N, H] that predict the scored tokens, and the head; keep nothing.
 
-        Like `router_tally`, a method that finds the root's parameters gathered; they are so while `look` runs.
+        Like `forward`, a method that finds the root's parameters gathered; they are so while `look` runs.
         """
         hidden = self.hidden_states(batch).flatten(0, 1)
         self._with_head(hidden.index_select(0, spans.predictors(batch)), look, again=True)
@@ -245,7 +232,6 @@ class PolicyModel(nn.Module):
             inputs["attention_mask"] = visible
         else:
             inputs["documents"] = spans.documents_of(batch, self.context)
-        self.rotary.follow(batch.lengths, batch.branches, batch.span)
         positions = batch.position_ids[..., start:end]
         with tower:
             output = self._backbone(
@@ -297,8 +283,7 @@ class PolicyModel(nn.Module):
         Returns:
             [L - 1] log-probabilities of tokens 1..L-1, float32 or better.
         """
-        with self.rotary.as_upstream():
-            output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         logits: Tensor = output.logits[0, :-1]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         # A copy, not a view: FSDP2 hangs its backward pass on what a method returns.
@@ -307,8 +292,7 @@ class PolicyModel(nn.Module):
     @torch.no_grad()
     def upstream_hidden(self, tokens: Tensor) -> Tensor:
         """Return [L, H], what transformers' own backbone makes of one sequence."""
-        with self.rotary.as_upstream():
-            hidden: Tensor = self._backbone(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+        hidden: Tensor = self._backbone(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
         return hidden
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from holdfast.models.files.safetensors_files import read_header, weight_files
 from holdfast.models.heads import spans
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.family import backbone_of
-from holdfast.models.layers.rotary import RotaryAngles
+from holdfast.models.layers.rotary import angle_changes, read_rows_alone
 from holdfast.objectives.base import Objective, scored_tokens
 from holdfast.types import Batch, LossSum, Scores, host_value
 
@@ -67,8 +67,7 @@ class ScoreModel(PolicyModel):
 
     def upstream_values(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score every token but the first by transformers' own backbone: the yardstick of the check at start."""
-        with self.rotary.as_upstream():
-            output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         return self._scores(output.last_hidden_state[0, 1:]).clone()
 
 
@@ -80,8 +79,7 @@ class ValueModel(ScoreModel):
 
     def upstream_values(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score what precedes every token but the first."""
-        with self.rotary.as_upstream():
-            output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        output = backbone_of(self.language_model)(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         return self._scores(output.last_hidden_state[0, :-1]).clone()
 
 
@@ -103,8 +101,7 @@ class StoredScoreModel(ScoreModel):
         scores = super().upstream_values(tokens, inputs)
         config: Any = self.language_model.config
         position = place_of_score(tokens.tolist(), config.get_text_config().pad_token_id)
-        with self.rotary.as_upstream():
-            output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
+        output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
         return scores + (output.logits[0] - scores[position - 1]) if position > 0 else scores
 
 
@@ -318,13 +315,15 @@ class RewardModel:
         if absent:  # transformers draws them at random, on every rank others, and only says so
             raise not_trained_to_score(directory, absent[0])
         self.reading = RewardFormat(section, tokenizer, self._model.config, directory)
-        self._rotary = RotaryAngles(self._model)
+        read_rows_alone(self._model)
+        # It is given no positions, so the padding of a shorter text would count to its length.
+        self._texts_per_pass = 1 if angle_changes(self._model.config) else section.batch_size
         self._model.to(device).eval().requires_grad_(False)  # noqa: FBT003 - torch's own form
         self._device = device
 
     def scores(self, rows: Sequence[TextTokens]) -> list[float]:
         """Return one number per row."""
-        return scores_of(rows, batches_of(rows, self.reading.batch_size), self._numbers)
+        return scores_of(rows, batches_of(rows, self._texts_per_pass), self._numbers)
 
     @torch.no_grad()
     def _numbers(self, rows: list[TextTokens]) -> list[float]:
@@ -335,6 +334,5 @@ class RewardModel:
         width = max(len(row) for row in rows)
         tokens = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        self._rotary.follow([(len(row),) for row in rows])
         outputs: Tensor = self._model(input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)).logits
         return self.reading.numbers(outputs)

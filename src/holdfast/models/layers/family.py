@@ -21,6 +21,7 @@ from holdfast.data.tokens.processor import attends_both_ways, may_see
 from holdfast.data.tokens.videos import video_token
 from holdfast.data.tokens.vision import image_marks
 from holdfast.errors import ModelError
+from holdfast.models.layers.rotary import angle_changes
 from holdfast.models.support import Support
 
 
@@ -52,7 +53,7 @@ class Family:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     why_not_packed: str = ""
-    """Why packed rows would not be exact, such as recurrent or convolutional layers; "" if they are."""
+    """Why packed rows would not be exact, such as recurrent layers or angles by length; "" if they are."""
     recurrent: bool = False
     """Whether layers carry a state from token to token, as state-space and convolutional ones do."""
     image_token_id: int | None = None
@@ -157,6 +158,8 @@ def _why_not_packed(model: Any, text: Any) -> str:
         return "its attention does not go through transformers' interface"
     if recurrent := _recurrent_layers(model, text):
         return f"its {recurrent[0]} layers carry state across documents"
+    if angle_changes(text):
+        return "its rotary angles depend on the length of a text"
     kinds = _kinds(text)
     return f"its {kinds[0]} layers see tokens by a rule of their own" if kinds else ""
 

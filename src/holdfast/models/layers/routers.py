@@ -6,8 +6,8 @@ Transformers, arXiv:2101.03961, eq. 4-6), which takes the tokens of all layers t
 
     E sum_e f_e P_e     f_e = choices of expert e / n     P_e = sum of its probabilities / n     n = layers x tokens
 
-f has no gradient. The kinds differ in the tokens that the means are taken over: each sequence's own, those of one
-forward pass, or all of an update. The last is linear in P once f is known, so its parts add up over any split.
+f has no gradient. The kinds differ in the tokens that the means are taken over: each sequence's own, weighted as the
+main loss weighs it, so that parts add up over any split; or those of one forward pass, as in transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from holdfast.types import Batch
 class RouterLoss:
     """Which router loss, and how much of it."""
 
-    kind: Literal["sequence", "batch", "global"]
+    kind: Literal["sequence", "batch"]
     coefficient: float
 
 
@@ -161,36 +161,20 @@ class Tally(NamedTuple):
         probabilities, choices, rows = map(exchange.add, (self.probabilities, self.choices, self.rows))
         return self._replace(probabilities=probabilities, choices=choices, rows=rows)
 
-    def loss(self, kind: str, batch: Batch, global_loads: Tensor | None = None) -> Tensor:
+    def loss(self, kind: str, batch: Batch) -> Tensor:
         """Return the router loss summed with the sequences' counts, so that it is averaged like the main loss.
 
         Args:
             kind: As in `RouterLoss`.
             batch: What was tallied.
-            global_loads: [E], from `global_loads`; for `global`.
         """
         experts = self.probabilities.shape[1]
-        if kind == "global":
-            assert global_loads is not None
-            return (self.probabilities.sum(0) * global_loads.to(self.probabilities.dtype)).sum()
         if kind == "batch":
             rows = self.rows.sum().clamp(min=1.0)
             return experts * batch.count * ((self.choices.sum(0) / rows) * (self.probabilities.sum(0) / rows)).sum()
         rows = self.rows[:, None]
         of_sequence = experts * ((self.choices / rows) * (self.probabilities / rows)).sum(-1)
         return (of_sequence * torch.tensor(batch.counts, dtype=of_sequence.dtype, device=of_sequence.device)).sum()
-
-
-def global_loads(choices: Tensor, rows: Tensor, count: float) -> Tensor:
-    """Return [E] factors of an update's probabilities, whose weighted sum is its router loss times its count.
-
-    Args:
-        choices: [E], over all sequences of the update.
-        rows: [] layers x tokens of all of them.
-        count: Of the update.
-    """
-    rows = rows.clamp(min=1.0)
-    return choices.numel() * count * choices / rows**2
 
 
 def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:

@@ -26,7 +26,6 @@ from holdfast.data.batches.candidates import Candidates, SequenceInfo
 from holdfast.data.content.model_inputs import going_on
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.layers.attention import pads_branches
-from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient, covariances, highest, some_between
 from holdfast.objectives.regularisers import entropy_threshold
@@ -120,9 +119,6 @@ def pack_rollout(training: PolicyTraining, rollout: Rollout) -> list[MiniBatch]:
         layout_of(model, training.evaluation.images),
         columns=batch_columns(training.config),
         constant_length=training.config.most_trained_tokens,
-        angles_of=angles_by_length(
-            sharded.blueprint.skeleton.config for sharded in (model, *training.companions.values())
-        ),
         shares_heads=training.config.rollout.shared_prefix != "off" and not model.module.padded,
         weighs_heads=training.config.rollout.shared_prefix == "auto" and _pads_branches(model),
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from packaging.version import Version
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.config.verbs.critic import RewardScoring
@@ -21,37 +19,33 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.data.tokens.processor import attends_both_ways, may_see
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.errors import ConfigError, PlanError
+from holdfast.errors import ConfigError
 from holdfast.models.check.agreement import Agreement
 from holdfast.models.check.forward import CheckResult, Sides, check_forward
 from holdfast.models.check.spans import check_spans
 from holdfast.models.check.witness import witness_of
-from holdfast.models.files.four_bit import four_bit_layers
-from holdfast.models.files.vision import image_side, towers_of, video_options
+from holdfast.models.files.vision import image_side, video_options
 from holdfast.models.heads.policy import PolicyModel, without_dropout
 from holdfast.models.heads.scorer import ScoreModel, StoredScoreModel, ValueModel
 from holdfast.models.heads.student import StudentModel
 from holdfast.models.layers.attention import upstream_attention
-from holdfast.models.layers.family import blocks_of, positions_of
+from holdfast.models.layers.family import positions_of
 from holdfast.models.layers.rotary import AngleChange, angle_changes
 from holdfast.models.layers.routers import RouterLoss, choose_router_loss
-from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.setup.model import Blueprint, set_storage, storage_of
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.compiler import BlockCompiler
 from holdfast.parallel.forms import Forms
 from holdfast.parallel.mesh import World, build_mesh
-from holdfast.parallel.plan import ModelEnds, ParameterInfo, ShardPlan, plan_shards
+from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import materialise
 from holdfast.training.run import Model, Run
 from holdfast.training.setup.compiled import check_compiled
 from holdfast.training.setup.context import join_context
 from holdfast.training.setup.gradient_check import Gradients, check_gradients
 from holdfast.training.setup.head import check_head_form, choose_head_form
+from holdfast.training.setup.shard_plan import make_plan
 from holdfast.types import Example, Scores
-
-_SHARDS_OF_BYTES = (2, 13)
-"""The first torch that was seen to shard frozen tensors of bytes; 2.11 fails."""
 
 
 def build_policy(run: Run, origin: Blueprint, *, trained: bool = True) -> Model:
@@ -84,10 +78,12 @@ def plan_model(run: Run, origin: Blueprint, *, trained: bool = True) -> Unplaced
     config, world = run.config, run.world
     with run.ranks.together():
         mesh = build_mesh(config.parallel, world)
+    with run.ranks.together():
         images = image_side_of(config, origin)
         module, router_note = unplaced_policy(run, origin, trained=trained)
         compiled = config.compiles_blocks(world.device.type)
         plan = make_plan(config, module, mesh.size(1), world.device.type, compiled=compiled)
+    with run.ranks.together():
         join_context(config, world, origin, module)
     forms = _forms_of(run, plan, trained=trained)
     model = Model(run=run, blueprint=origin, plan=plan, module=module, forms=forms)
@@ -173,8 +169,8 @@ def _router_loss(config: TrainingConfig, origin: Blueprint, world: World) -> tup
     if section.kind == "batch" and not section.allow_split and world.size > config.parallel.context:
         raise ConfigError(
             f"model.router_loss: batch balances what one forward pass sees, and each of {world.size} ranks sees a part "
-            "of the batch, so its result would depend on their number. Use sequence or global, which do not, or accept "
-            "it: router_loss: {kind: batch, allow_split: true}."
+            "of the batch, so its result would depend on their number. Use sequence, which does not, or accept it: "
+            "router_loss: {kind: batch, allow_split: true}."
         )
     return choose_router_loss(section, origin.skeleton)
 
@@ -202,76 +198,6 @@ def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
         )
     side: ImageSide | str = origin.image_sides[options]
     return side
-
-
-def make_plan(
-    config: TrainingConfig, policy: PolicyModel, shard: int, device: str, *, compiled: bool = False
-) -> ShardPlan:
-    """Plan the shards of a policy on the meta device, and whether its blocks are compiled."""
-    ties = tied_names(policy)
-    packs = {name: layer.in_features * layer.out_features for name, layer in four_bit_layers(policy)}
-    parameters = [
-        ParameterInfo(
-            name,
-            tuple(value.shape),
-            str(value.dtype).removeprefix("torch."),
-            value.requires_grad,
-            ties.get(name, ()),
-            packs.get(name, 0),
-        )
-        for name, value in named_parameters(policy).items()
-    ]
-    model: Any = policy.language_model
-    # A list of modules has no forward pass of its own, around which FSDP2 could gather it.
-    runs = [(name, module) for name, module in model.named_modules() if type(module).forward is not nn.Module.forward]
-    blocks = blocks_of(policy.language_model)
-    if not blocks and not config.parallel.units:
-        raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
-    if not blocks and "activations" in config.parallel.offloads:
-        raise PlanError(
-            f"parallel.offload: activations are offloaded block by block, and {policy.family.name} has no list of "
-            "blocks. Leave activations out."
-        )
-    plan = plan_shards(
-        parameters,
-        [canonical_name(name) for name, _ in runs],
-        blocks,
-        config.parallel,
-        shard=shard,
-        device=device,
-        towers=towers_of(model),
-        ends=_ends(policy, {id(module): canonical_name(name) for name, module in runs}),
-        compiled=compiled,
-    )
-    if packs and plan.sharded:
-        _refuse_bytes()
-    return plan
-
-
-def _refuse_bytes() -> None:
-    if Version(torch.__version__).release < _SHARDS_OF_BYTES:
-        raise PlanError(
-            f"model.lora.quantize: torch {torch.__version__} cannot shard tensors of bytes. Install a newer one "
-            "(pip install -U 'torch>=2.13'), or use one rank."
-        )
-
-
-def _ends(policy: PolicyModel, paths: Mapping[int, str]) -> ModelEnds:
-    """Return what of a model's ends is read at one place alone; `paths` are those of modules, by identity."""
-    model: Any = policy.language_model
-    embedding, scores = model.get_input_embeddings(), getattr(model, "score", None)
-    # Models that see read the table besides: its dtype, the row of a token for images, on ranks that have some.
-    looked_up = isinstance(embedding, nn.Embedding) and not towers_of(model) and _has_only(embedding, {"weight"})
-    head = policy.readable_head()
-    return ModelEnds(
-        embedding=paths.get(id(embedding)) if looked_up else None,
-        head=None if head is None or not _has_only(head, {"weight", "bias"}) else paths.get(id(head)),
-        read_by_root=None if scores is None else paths.get(id(scores)),
-    )
-
-
-def _has_only(module: nn.Module, names: set[str]) -> bool:
-    return {name for name, _ in module.named_parameters()} <= names
 
 
 @torch.no_grad()

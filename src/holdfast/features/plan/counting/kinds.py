@@ -29,7 +29,6 @@ PHASES = {
     "values": "scoring",
     "advantage": "scoring",
     "divergence": "scoring",
-    "router_loads": "forward",
     "forward": "forward",
     "backward": "backward",
     "step": "backward",

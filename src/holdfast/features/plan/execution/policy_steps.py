@@ -48,7 +48,6 @@ from holdfast.training.rollout_memory import (
     free_beside,
     limit_engine,
     longest_row,
-    shared_by_ranks,
 )
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.losses import policy_objective
@@ -238,11 +237,10 @@ def _deal_memory(step: PlannedStep, sampler: Sampler, section: EngineConfig, con
     model, engine = step.model, sampler.engine
     if not isinstance(section.engine, LocalEngineConfig):
         return
-    common, in_process = shared_by_ranks(model), isinstance(engine, InProcessEngine)
     if section.copy_gib is not None:
-        check_copy_fits(model, section.copy_gib, common, in_process=in_process)
+        check_copy_fits(model, section.copy_gib, in_process=isinstance(engine, InProcessEngine))
     if isinstance(engine, InProcessEngine):
-        free = free_beside(model, common, companions=step.companions.values())
+        free = free_beside(model, companions=step.companions.values())
         if completion_bytes(model, longest_row(model, section, context)) > free:
             free = sys.maxsize
         limit_engine(engine, model, section, context, free)

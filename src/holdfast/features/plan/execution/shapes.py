@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.models.heads.form import take_kernels
+from holdfast.models.layers.rotary import keep_short_angles
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.shards import place_empty
@@ -36,6 +37,7 @@ def place_shapes(without_numbers: WithoutNumbers, run: Run, origin: Blueprint, *
     if has_choice(run, model.module) and not why_unused(run.config):
         # Nothing is known of the machine that is planned for: kernels count as installed.
         take_kernels(model.module, getattr(torch, model.plan.compute_dtype), run.world.device)
+    keep_short_angles(model.module.language_model)  # to choose others, a length is read from positions
     with without_numbers():
         apply_plan(model.module, model.plan, unplaced.mesh, partial(nn.Module.compile, backend=COMPILER))
         place_empty(model.module, origin.buffers, run.world.device, offload=model.plan.cpu_offload)

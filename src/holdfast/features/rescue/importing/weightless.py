@@ -28,9 +28,10 @@ from holdfast.training.fingerprints import (
 from holdfast.training.run import Evaluation, Model, Run, Training
 from holdfast.training.setup.begin import Live, RunSetup, begin, read_ahead
 from holdfast.training.setup.losses import supervised_objective
-from holdfast.training.setup.model import make_plan, unplaced_policy
+from holdfast.training.setup.model import unplaced_policy
 from holdfast.training.setup.optimizers import optimizer_of
 from holdfast.training.setup.rows import row_filter, training_reader
+from holdfast.training.setup.shard_plan import make_plan
 
 _KINDS = (SFTConfig, DPOConfig, GRPOConfig)
 
