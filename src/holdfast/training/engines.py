@@ -60,20 +60,25 @@ def open_engine(
     Raises:
         ConfigError: Completions do not end, or the engine cannot decode this model.
     """
-    section, ranks = rollout.engine, model.run.ranks
-    ranks.on_all_ranks(lambda: _refuse_endless(model, rollout))
-    if isinstance(section, VLLMEngineConfig):
-        ranks.on_all_ranks(lambda: _refuse_unserved(model))
+    section, run = rollout.engine, model.run
+    with run.ranks.together():
+        _refuse_endless(model, rollout)
+        if isinstance(section, VLLMEngineConfig):
+            _refuse_unserved(model)
+    if isinstance(section, VLLMEngineConfig):  # its servers are asked by all ranks together
         served: RolloutEngine = registry.load(registry.ENGINES[section.kind])(model, section, stops_of(model))
         return served
-    if isinstance(section, RecordedEngineConfig):
-        open_recorded = registry.load(registry.ENGINES[section.kind])
-        recorded: RolloutEngine = ranks.on_all_ranks(lambda: open_recorded(model.run.base / section.path))
-        return recorded
-    if isinstance(section, UserEngineConfig):
-        return ranks.on_all_ranks(lambda: _user_engine(section, model.run.base))
-    agree_on_decoding(model.blueprint, ranks.gather)
-    return ranks.on_all_ranks(lambda: build_engine(model, section.kind, rollout.rows, rollout.graphs))
+    if isinstance(section, LocalEngineConfig):
+        agree_on_decoding(model.blueprint, run.ranks.gather)
+    with run.ranks.together():
+        match section:
+            case LocalEngineConfig():
+                engine = build_engine(model, section.kind, rollout.rows, rollout.graphs)
+            case RecordedEngineConfig():
+                engine = registry.load(registry.ENGINES[section.kind])(run.base / section.path)
+            case UserEngineConfig():
+                engine = _user_engine(section, run.base)
+    return engine
 
 
 def _refuse_endless(model: Model, rollout: EngineConfig) -> None:

@@ -44,7 +44,6 @@ class Mark:
 
 _OTHERS = {
     "back": "went back to an earlier step, as checkpoint.resume.from asked",
-    "evaluation_made_later": "made the evaluation that an earlier start had left",
 }
 ENTRY_KINDS = ("failed", "stopped", "resumed", "saved", "evaluated", "alarm", "exported", "other")
 

@@ -276,7 +276,7 @@ def _rows(
     environments: EnvironmentPool | None,
 ) -> RowTokeniser:
     tools = None if config.environment is None or environments is None else environments.tools_of
-    return run.ranks.on_all_ranks(lambda: RowTokeniser(origin.tokenizer, config.data, run.base, images, tools=tools))
+    return RowTokeniser(origin.tokenizer, config.data, run.base, images, tools=tools)
 
 
 def _prompts(config: GRPOConfig, origin: Blueprint, rows: RowTokeniser, refusal: str = "") -> Tokenise[Prompt]:
