@@ -54,7 +54,7 @@ SFT, REFERENCE, POLICY = ("sft",), ("dpo offloaded reference", "dpo"), ("grpo",)
 PLANTED = (
     Bug("batch left on the CPU", "training/step.py", "batch = to_device(micro_batch, trained.setting.world.device)",
         "batch = micro_batch", SFT),
-    Bug("offsets left on the CPU", "models/layers/documents.py", "ends.to(device, non_blocking=True)", "ends", SFT),
+    Bug("offsets left on the CPU", "models/layers/document_attention.py", "ends.to(device, non_blocking=True)", "ends", SFT),
     Bug("an item of the loss", "training/step.py", "assert isinstance(output, LossSum)\n            torch",
         "assert isinstance(output, LossSum)\n            output.loss.item()\n            torch", SFT),
     Bug("a data-dependent index", "models/heads/policy.py", "batch.tokens.flatten()[spans.scored_here(batch)]",
@@ -99,7 +99,7 @@ PLANTED = (
 
 DRAWN_FROM = (
     "training/step.py", "models/scores.py", "models/chunks/kernel_form.py", "models/heads/policy.py",
-    "models/layers/attention.py", "models/layers/documents.py",
+    "models/layers/attention.py", "models/layers/document_attention.py",
     "models/layers/routers.py", "parallel/apply.py", "parallel/shards.py", "parallel/collectives.py", "optim/lowbit.py",
     "optim/muon.py", "data/batches/packing.py", "training/other_models/reference.py", "training/policy/critic.py",
     "rollout/local/inprocess.py", "rollout/local/cache.py", "rollout/local/replica.py", "rollout/local/predictor.py",

@@ -17,7 +17,7 @@ from holdfast.data.batches.packing import CommonStart, Share, pack, unpack
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.spans import predictors
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
-from holdfast.models.layers.documents import Documents, key_places
+from holdfast.models.layers.document_attention import Documents, key_places
 from holdfast.models.layers.family import family_of
 from holdfast.models.layers.routers import RouterLoss
 from holdfast.objectives.supervised import NegativeLogLikelihood

@@ -20,10 +20,10 @@ from holdfast.errors import RunStopped
 from holdfast.models.names import POLICY_PREFIX
 from holdfast.objectives.base import Tokens
 from holdfast.objectives.supervised import NegativeLogLikelihood
+from holdfast.parallel.apply import give_unused_zero_gradients
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_rows, set_last_micro_batch, sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.parallel.unused_gradients import give_unused_zero_gradients
 from holdfast.training.other_models.reference import check_place
 from holdfast.training.run import Model
 from holdfast.training.setup.begin import Live, build_run

@@ -15,7 +15,7 @@ from holdfast.errors import ModelError
 from holdfast.models.check.forward import check_forward
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
-from holdfast.models.layers.documents import Documents
+from holdfast.models.layers.document_attention import Documents
 from holdfast.models.layers.family import family_of
 from holdfast.types import Batch, Example, Scores
 from tests.models.architectures import BY_LENGTH, RECURRENT, SETTINGS, fresh, strong_model, twin

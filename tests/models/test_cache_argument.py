@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from holdfast.models.layers.cache_argument import cache_argument, cache_of
+from holdfast.models.layers.attention import cache_argument, cache_of
 from tests.tiny import tiny_model
 
 

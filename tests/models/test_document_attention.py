@@ -11,8 +11,13 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from holdfast.models.layers.attention import packed_attention
-from holdfast.models.layers.document_attention import AttentionOptions, attend_as_operation, attend_in_documents
-from holdfast.models.layers.documents import Documents, read_layout
+from holdfast.models.layers.document_attention import (
+    AttentionOptions,
+    Documents,
+    attend_as_operation,
+    attend_in_documents,
+    read_layout,
+)
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 CPU = torch.device("cpu")

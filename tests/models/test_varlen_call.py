@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from holdfast.models.layers.attention import flash_call, flash_takes, packed_attention
-from holdfast.models.layers.document_attention import AttentionOptions
-from holdfast.models.layers.documents import Documents
+from holdfast.models.layers.document_attention import AttentionOptions, Documents
 
 LENGTHS = (4, 4, 7)
 HEADS, KEY_HEADS, SIZE = 4, 2, 8

@@ -47,9 +47,8 @@ from holdfast.training.policy.rollouts import (
     with_greedy,
 )
 from holdfast.training.policy.run import PolicyTraining, is_warming_up, offloaded, restored_afterwards
-from holdfast.training.policy.samples import tell_samples
+from holdfast.training.policy.samples import tell_samples, tell_uncalled
 from holdfast.training.policy.scoring import score_groups
-from holdfast.training.policy.uncalled import tell_uncalled
 from holdfast.training.policy.walk import walk_a_step
 from holdfast.training.setup.begin import Live
 from holdfast.training.step import train_step

@@ -220,3 +220,20 @@ def layout_of(model: Model, images: ImageSide | str = "") -> Layout:
     padded, filler = model.module.padded, pad_token(model.blueprint.tokenizer)
     context = model.run.config.parallel.context
     return Layout(padded, filler, dtype, attention, stand_in=stand_in, context=context)
+
+
+def settle_forms(model: Model, engine: InProcessEngine) -> None:
+    """Choose the optional forms of an engine that has weights, once; all ranks call this together.
+
+    Args:
+        model: The policy.
+        engine: What samples from it.
+    """
+    run = model.run
+    # An engine of one evaluation has no part of the memory yet, and finds out for itself what it needs to know.
+    if engine.block_limit is None:
+        return
+    for standing in engine.choose_forms(model.forms):
+        # A form that is used where nothing else could be expected is no news.
+        if run.world.is_first and (standing.reason or standing.speedups):
+            print(standing, flush=True)

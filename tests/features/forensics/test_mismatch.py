@@ -17,7 +17,7 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.features.forensics.mismatch import Fit, at_temperature, causes, fits, fits_without, verdict
 from holdfast.features.forensics.other_engines import fits_elsewhere, plain_copy
-from holdfast.models.layers.cache_argument import cache_argument, cache_of
+from holdfast.models.layers.attention import cache_argument, cache_of
 from holdfast.models.layers.routers import routers_of
 from holdfast.parallel.mesh import joined_world
 from holdfast.rollout.local.replica import Replica

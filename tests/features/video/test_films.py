@@ -26,7 +26,7 @@ from holdfast.data.rows.rows import from_rows
 from holdfast.data.tokens.videos import seconds_of
 from holdfast.errors import DataError
 from holdfast.features.video.films import MOST_FRAMES, FilmFile, _named, frames_of
-from holdfast.training.policy.sample_images import small_images
+from holdfast.training.policy.samples import small_images
 from holdfast.types import Prompt
 from tests.data.test_videos import sequence
 from tests.films import LOSSLESS, LOSSY, TICKS, film, noise, same_frame, smooth

@@ -20,7 +20,7 @@ from holdfast.features.forensics.mismatch import (
     fit_of,
     fits_on_the_rest,
 )
-from holdfast.models.layers.cache_argument import cache_argument, cache_of
+from holdfast.models.layers.attention import cache_argument, cache_of
 from holdfast.models.layers.routers import Routers, routers_of
 from holdfast.parallel.stream import live_tensors
 from holdfast.rollout.local.replica import Replica

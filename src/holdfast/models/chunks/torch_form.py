@@ -19,9 +19,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.models.accuracy import accuracy_of, count_largest
 from holdfast.models.chunks.form import ScoreOptions, Slopes, Statistics
-from holdfast.models.chunks.logits import CACHE_ELEMENTS, HeadWeights, add_product, chunk_tokens, logits_of
+from holdfast.models.chunks.logits import (
+    CACHE_ELEMENTS,
+    HeadWeights,
+    accuracy_of,
+    add_product,
+    chunk_tokens,
+    count_largest,
+    logits_of,
+)
 
 
 class _Swept(NamedTuple):

@@ -19,7 +19,7 @@ from holdfast.errors import ModelError
 from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.heads import spans, towers
 from holdfast.models.heads.noise import EmbeddingNoise
-from holdfast.models.layers.cache_argument import cache_of
+from holdfast.models.layers.attention import cache_of
 from holdfast.models.layers.exchange import RowExchange
 from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_layer_of, reader_of
 from holdfast.models.layers.rotary import read_rows_alone

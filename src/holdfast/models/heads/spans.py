@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from holdfast.models.layers.documents import Documents
+from holdfast.models.layers.document_attention import Documents
 from holdfast.models.layers.exchange import RowExchange
 from holdfast.objectives.base import Tokens
 from holdfast.types import Batch, Scores

@@ -14,8 +14,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from holdfast.models.accuracy import accuracy_of, count_largest
-from holdfast.models.chunks.logits import CACHE_ELEMENTS, HeadWeights, add_product, chunk_tokens, logits_of
+from holdfast.models.chunks.logits import (
+    CACHE_ELEMENTS,
+    HeadWeights,
+    accuracy_of,
+    add_product,
+    chunk_tokens,
+    count_largest,
+    logits_of,
+)
 from holdfast.models.heads import spans
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.family import HeadSpec

@@ -8,16 +8,22 @@ one product per document (documents of equal length that lie next to each other 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.errors import ModelError
-from holdfast.models.layers.document_attention import AttentionOptions, attend_as_operation, attend_in_documents
-from holdfast.models.layers.documents import Documents, KernelRuns
-from holdfast.models.layers.grouped_heads import takes_groups
+from holdfast.models.layers.document_attention import (
+    AttentionOptions,
+    Documents,
+    KernelRuns,
+    attend_as_operation,
+    attend_in_documents,
+)
 
 PACKED = "holdfast_packed"
 """Name under which transformers finds this attention."""
@@ -210,3 +216,32 @@ def flash_call(  # noqa: PLR0913 - the operands of a formula
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     longest = (size.shape[0] for size in runs.longest)
     return (query, key, value, runs.query_offsets, runs.key_offsets, *longest), named
+
+
+def cache_argument(model: nn.Module, value: Any) -> dict[str, Any]:
+    """Return a cache as the argument of a call of a model."""
+    return {_cache_name(type(model).forward): value}
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache that a model returned; None if it returned none."""
+    return output.cache if hasattr(output, "cache") else getattr(output, "past_key_values", None)
+
+
+@cache
+def _cache_name(forward: Any) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
+# Dynamo traces what a cache wraps, with a warning; a constant it asks for once.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
+def takes_groups() -> bool:
+    """Return whether `varlen_attn` has the option `enable_gqa`."""
+    return "enable_gqa" in _options()
+
+
+@cache
+def _options() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)

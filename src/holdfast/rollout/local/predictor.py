@@ -15,7 +15,7 @@ from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.chunks.logits import HeadWeights, logits_of
-from holdfast.models.layers.cache_argument import cache_argument
+from holdfast.models.layers.attention import cache_argument
 from holdfast.models.layers.family import HeadSpec, backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.rollout.local.cache import BlockCache, StateKey

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.models.layers.documents import Documents
+from holdfast.models.layers.document_attention import Documents
 from holdfast.rollout.engine import Request
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, StateKey, View
 from holdfast.rollout.local.predictor import Predictor, RowState

@@ -28,8 +28,7 @@ from holdfast.parallel.shards import free_copies, sharded_parameters
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.local.inprocess import InProcessEngine
-from holdfast.training.engine_forms import settle_forms
-from holdfast.training.engines import PublishedEngine, give_weights
+from holdfast.training.engines import PublishedEngine, give_weights, settle_forms
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.rollout_memory import settle_blocks

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
+
+import xxhash
 
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.data.content.image_files import ImageFiles
+from holdfast.data.content.images import held_images
 from holdfast.errors import DataError
 from holdfast.metrics.progress import terminal_width
 from holdfast.text.escaping import escaped
 from holdfast.text.shortening import shortened
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyTraining
-from holdfast.training.policy.sample_images import image_name, small_images
 from holdfast.training.run import Logbook
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
@@ -287,3 +292,63 @@ def _shared(first: str, second: str, room: int) -> tuple[str, str]:
 
 def _decimal(value: float | None) -> str:
     return "none" if value is None else f"{value:.2f}"
+
+
+_SIDE = 96
+"""Pixels of the longer side."""
+_MOST = 4
+"""Images of a prompt, or frames."""
+
+
+def small_images(prompt: Prompt, files: ImageFiles) -> tuple[bytes, ...]:
+    """Return JPEG files of a prompt's first images; those up to one that cannot be read again."""
+    if not prompt.model_inputs:
+        return ()
+    small = []
+    with suppress(DataError, OSError, MemoryError):  # the rollout read them, but files may be gone since
+        for image in islice(held_images(prompt.row, "a prompt"), _MOST):
+            small.append(_small(files.open(image, "an image")))
+    return tuple(small)
+
+
+def _small(image: Any) -> bytes:
+    image.thumbnail((_SIDE, _SIDE))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=70)
+    return file.getvalue()
+
+
+def image_name(data: bytes) -> str:
+    """Return the name of an image's file."""
+    return f"{xxhash.xxh3_64_hexdigest(data)}.jpg"
+
+
+_STEPS = (3, 10, 30, 100)
+"""After so many steps in a row without a call it is told."""
+_LONGEST = 160
+
+
+def tell_uncalled(training: PolicyTraining, rollout: Rollout) -> None:
+    """Count steps in whose episodes nothing was called, and warn after some; all ranks call this together."""
+    episodes = [fact.episode for group in rollout.sampled for fact in group.completions if fact.episode is not None]
+    is_uncalled = bool(episodes) and not any(sum(episode.called.values()) for episode in episodes)
+    training.steps_without_calls = training.steps_without_calls + 1 if is_uncalled else 0
+    if training.steps_without_calls not in _STEPS:
+        return
+    examples = [said for said in training.run.ranks.gather(_said(rollout)) if said]
+    if examples:
+        training.run.log.messages.append(
+            f"warning: no tool was called in {training.steps_without_calls} steps. The policy wrote instead: "
+            f"{examples[0]} "
+            "(its first words). Say in the prompt when to call which tool and show a call, or train on examples first "
+            "(`holdfast sft`)"
+        )
+
+
+def _said(rollout: Rollout) -> str:
+    """Return the beginning of a first turn of this rank's episodes that have tools; "" where there is none."""
+    trajectories = (each for group in (*rollout.groups, *rollout.left_out) for each in group.trajectories)
+    episodes = (trajectory.episode for trajectory in trajectories if trajectory.episode is not None)
+    turns = (episode.messages[episode.prompt_messages :] for episode in episodes if episode.tools)
+    texts = (escaped(str(turn[0]["content"]))[:_LONGEST] for turn in turns if turn)
+    return next((text for text in texts if text.strip()), "")
