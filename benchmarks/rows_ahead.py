@@ -202,7 +202,7 @@ def measure(kind: str, updates: int) -> tuple[Round, float, float]:
             if kind == "launches":
                 batch = few
             begun, used = time.perf_counter(), time.process_time()
-            train_step(run.trained, batch, run.evaluation.objective, source_names=run.source_names).read()
+            train_step(run.model, batch, run.evaluation.objective, source_names=run.source_names).read()
             if turn >= WARM_UP:
                 seconds[arm].append(time.perf_counter() - begun)
                 if arm == "alone":

@@ -52,7 +52,7 @@ class Bug:
 
 SFT, REFERENCE, POLICY = ("sft",), ("dpo offloaded reference", "dpo"), ("grpo",)
 PLANTED = (
-    Bug("batch left on the CPU", "training/step.py", "batch = to_device(micro_batch, trained.setting.world.device)",
+    Bug("batch left on the CPU", "training/step.py", "batch = to_device(micro_batch, model.run.world.device)",
         "batch = micro_batch", SFT),
     Bug("offsets left on the CPU", "models/layers/document_attention.py", "ends.to(device, non_blocking=True)", "ends", SFT),
     Bug("an item of the loss", "training/step.py", "assert isinstance(output, LossSum)\n            torch",
@@ -83,7 +83,7 @@ PLANTED = (
         "return tensor.full_tensor() if isinstance(tensor, DTensor)",
         "return (tensor.full_tensor(), tensor.full_tensor())[0] if isinstance(tensor, DTensor)", POLICY),
     Bug("a copy for sampling in float32", "training/engines.py",
-        "stops_of(sharded), getattr(torch, sharded.plan.compute_dtype)", "stops_of(sharded), torch.float32", POLICY),
+        "stops_of(model), getattr(torch, model.plan.compute_dtype)", "stops_of(model), torch.float32", POLICY),
     Bug("a copy that is not given back", "training/policy/run.py", "self.engine.sleep()", "False", POLICY),
     Bug("tokens looked at one by one", "rollout/local/rows.py",
         "        now.cursor.add_(1)\n",
@@ -91,7 +91,7 @@ PLANTED = (
     Bug("a cache in float32", "rollout/local/cache.py", "return states.new_zeros(self.capacity",
         "return states.float().new_zeros(self.capacity", POLICY),
     Bug("gradients that stay after the update", "training/step.py",
-        "trained.optimizer.zero_grad(set_to_none=True)", "trained.optimizer.zero_grad(set_to_none=False)",
+        "model.updater.zero_grad(set_to_none=True)", "model.updater.zero_grad(set_to_none=False)",
         ("sft one pass",)),
     Bug("a norm over ranks summed twice", "parallel/collectives.py",
         "    dist.all_reduce(stacked)\n", "    dist.all_reduce(stacked)\n    dist.all_reduce(stacked)\n", SFT),

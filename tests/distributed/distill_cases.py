@@ -129,7 +129,7 @@ def idle(world: World, tree: dict[str, Any], rows: Any) -> None:
     training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     assert isinstance(training.evaluation.teacher.model, ServedModel)
     idle_batch = MiniBatch((pack([], []),), 0.0, 0, 0, 0)
-    scored(training.common.model, training.evaluation.teacher.model, idle_batch, "teacher_logprobs")
+    scored(training.model, training.evaluation.teacher.model, idle_batch, "teacher_logprobs")
 
 
 def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:
