@@ -39,7 +39,7 @@ def probe(policy: Any) -> torch.Tensor:
 
 def merged(training: Any) -> dict[str, torch.Tensor]:
     """Return the matrices that an engine gets."""
-    return {name: tensor.clone() for name, tensor in live_tensors(training.trained.model)}
+    return {name: tensor.clone() for name, tensor in live_tensors(training.model.module)}
 
 
 def look(world: World, tree: dict[str, Any], rows: Any, steps: int) -> dict[str, Any]:
