@@ -94,6 +94,7 @@ def rehearse_user_optimizer(
             optimizer = build(stand_ins)
             _step(optimizer, stand_ins, _FIRST, f"{name} fails in its first steps", all_raise)
         saved = ranks.on_all_ranks(lambda: collect(optimizer, stand_ins))
+        _refuse_other_state(ranks.gather(_outline(saved)), name)
         ends, instances = [_contents(saved, stand_ins)], [(optimizer, stand_ins)]
         for copy in (_copied, _whole)[: min(ranks.size, 2)]:
             copies = {key: nn.Parameter(copy(value)) for key, value in stand_ins.items()}
@@ -176,6 +177,25 @@ def _gap(ours: Any, theirs: Any, before: Any = None) -> float:
         return 0.0
     way = theirs.double() - (before.double() if isinstance(before, Tensor) else 0.0)
     return float((ours.double() - theirs.double()).abs().max() / way.abs().max().clamp(min=1e-12))
+
+
+def _outline(state: OptimizerState) -> list[tuple[str, str, bool]]:
+    """Return (parameter, slot, whether it is sharded) of every tensor, in their order."""
+    return [
+        (name, slot, isinstance(value, DTensor))
+        for name, of_one in state.tensors.items()
+        for slot, value in of_one.items()
+    ]
+
+
+def _refuse_other_state(outlines: Sequence[list[tuple[str, str, bool]]], name: str) -> None:
+    """Refuse state that differs between ranks, which no later comparison could gather."""
+    rank = next((rank for rank, outline in enumerate(outlines) if outline != outlines[0]), None)
+    if rank is not None:
+        raise UnsavableOptimizer(
+            f"{name} keeps other state on rank {rank} than on rank 0, so that no checkpoint could hold it: "
+            f"{len(outlines[rank])} tensors and {len(outlines[0])}, or in another order. Choose another class, or mend it."
+        )
 
 
 def _contents(state: OptimizerState, parameters: Parameters) -> Contents:

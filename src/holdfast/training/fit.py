@@ -192,10 +192,13 @@ class _Loop:
             raise
 
     def _report_evaluation(self, metrics: dict[str, float]) -> None:
-        """Report an evaluation between two steps, and export its model if it is the best one."""
+        """Export the model of an evaluation between two steps if it is the best one, and report the numbers.
+
+        An evaluation that is reported is not made again, so that its export comes first.
+        """
         self.numbers.line |= metrics
-        self.journal.report(metrics)
         self._export([name for name in due_exports(self.training, metrics) if name == BEST])
+        self.journal.report(metrics)
 
     def _train(self) -> str | None:
         """Make steps; return why they stopped early."""

@@ -96,7 +96,7 @@ class Run(ConfiguredRun):
 
     @classmethod
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Run:
-        """Return a setting with a group of its own; all ranks call this together."""
+        """Return a run with a group of its own; all ranks call this together."""
         return cls(config=config, base=base, world=world, ranks=RankGroup(config.launch.timeout_minutes))
 
     def gather_once(self, item: T) -> list[T]:

@@ -130,7 +130,9 @@ def owes_evaluation(training: Training) -> bool:
     """
     if training.model.state.watched.get(OWED):
         reported = training.run.ranks.on_first_rank(lambda: _reported_evaluation(training))
-        if all(section.metric in reported for _, section in _followed(training) if _is_evaluated(section.metric)):
+        if reported and all(
+            section.metric in reported for _, section in _followed(training) if _is_evaluated(section.metric)
+        ):
             watch_metric(training, reported, due=True)
     return bool(training.model.state.watched.get(OWED))
 
@@ -138,10 +140,13 @@ def owes_evaluation(training: Training) -> bool:
 def _reported_evaluation(training: Training) -> dict[str, float]:
     """Return the evaluation of the present step in metrics.jsonl; {} where it has none."""
     path, step = training.run.directory / METRICS, training.model.state.step
-    lines = read_metrics(path) if path.exists() else []
-    values = {name: value for line in lines if line.get("step") == step for name, value in line.items()}
-    evaluated = {name: value for name, value in values.items() if _is_evaluated(name)}
-    return {name: math.nan if value is None else float(value) for name, value in evaluated.items()}
+    try:
+        lines = read_metrics(path) if path.exists() else []
+        values = {name: value for line in lines if line.get("step") == step for name, value in line.items()}
+        evaluated = {name: value for name, value in values.items() if _is_evaluated(name)}
+        return {name: math.nan if value is None else float(value) for name, value in evaluated.items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # somebody wrote into the file: the evaluation is made
+        return {}
 
 
 def _without_half_an_evaluation(training: Training, names: list[str], line: Mapping[str, float]) -> Mapping[str, float]:

@@ -95,12 +95,14 @@ class Served(ServedModel):
         with ThreadPoolExecutor(section.requests, thread_name_prefix=f"holdfast-{self.role}") as threads:
             try:
                 return list(threads.map(self.client.logprobs, texts))
-            except (EndpointRefuses, EndpointUnwell) as error:
-                self.client.endpoint.given_up.set()
-                raise RunStopped(
-                    f"The {self.role} at {section.url} {error}. Mend the server; the same command then goes on from "
-                    "the last checkpoint."
-                ) from error
+            except BaseException as error:
+                self.client.endpoint.given_up.set()  # or the pool would wait for retries of the other texts
+                if isinstance(error, EndpointRefuses | EndpointUnwell):
+                    raise RunStopped(
+                        f"The {self.role} at {section.url} {error}. Mend the server; the same command then goes on "
+                        "from the last checkpoint."
+                    ) from error
+                raise
 
 
 def open_reference(policy: Model, section: ServerReferenceConfig, *, why: str) -> Served:

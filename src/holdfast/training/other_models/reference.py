@@ -137,7 +137,7 @@ def reference_twin(policy: Model, live: Live, kind: str) -> tuple[Run, Blueprint
 
 
 def build_frozen(run: Run, origin: Blueprint, title: str, *, why: str = "") -> Model:
-    """Return a model that is never trained, in the place that its setting plans; all ranks call this together.
+    """Return a model that is never trained, in the place that its run plans; all ranks call this together.
 
     Args:
         run: Of the run, with the sections that are the model's own.
@@ -293,7 +293,7 @@ NO_IMAGES = LeftOutByRun("reference.kind: server sends tokens, and no images; us
 
 
 @torch.no_grad()
-def scored(sharded: Model, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False) -> MiniBatch:
+def scored(policy: Model, model: Reference, mini_batch: MiniBatch, name: str, *, entropy: bool = False) -> MiniBatch:
     """Add a model's log-probabilities, or a critic's values, to every trained token; all ranks call this together.
 
     Args:
@@ -307,11 +307,11 @@ def scored(sharded: Model, model: Reference, mini_batch: MiniBatch, name: str, *
         RunStopped: The model is served, and does not answer or cannot be used; the same on all ranks.
     """
     if isinstance(model, ServedModel):
-        return _told(sharded, model, mini_batch, name)
+        return _told(policy, model, mini_batch, name)
     batches = []
     for micro_batch in mini_batch.micro_batches:
-        batch = to_device(micro_batch, sharded.run.world.device)
-        scores = model(batch, temperature=sharded.temperature, entropy=entropy)
+        batch = to_device(micro_batch, policy.run.world.device)
+        scores = model(batch, temperature=policy.temperature, entropy=entropy)
         assert isinstance(scores, Scores)
         added = {name: on_tokens(batch, scores.values)}
         if scores.entropy is not None:
@@ -320,9 +320,9 @@ def scored(sharded: Model, model: Reference, mini_batch: MiniBatch, name: str, *
     return replace(mini_batch, micro_batches=tuple(batches))
 
 
-def _told(sharded: Model, model: ServedModel, mini_batch: MiniBatch, name: str) -> MiniBatch:
+def _told(policy: Model, model: ServedModel, mini_batch: MiniBatch, name: str) -> MiniBatch:
     """Add what a served model tells of this rank's trained tokens, 0 elsewhere."""
-    batches = [to_device(batch, sharded.run.world.device) for batch in mini_batch.micro_batches]
+    batches = [to_device(batch, policy.run.world.device) for batch in mini_batch.micro_batches]
     columns = [torch.zeros(batch.tokens.shape, dtype=batch.weights.dtype) for batch in batches]
     texts, trained_places = [], []
     for batch, column in zip(batches, columns, strict=True):
@@ -332,7 +332,7 @@ def _told(sharded: Model, model: ServedModel, mini_batch: MiniBatch, name: str) 
             if trained.size:
                 texts.append(tokens[row, span][: trained[-1] + 1])
                 trained_places.append((column[row], np.arange(mask.shape[1])[span][trained], trained))
-    logprobs = sharded.run.ranks.on_all_ranks(lambda: model.told(texts))
+    logprobs = policy.run.ranks.on_all_ranks(lambda: model.told(texts))
     for (values, where, trained), told in zip(trained_places, logprobs, strict=True):
         values[torch.from_numpy(where)] = torch.from_numpy(told[trained]).to(values.dtype)
     added = (

@@ -120,18 +120,18 @@ def _key(example: Example) -> bytes:
     return hashed.digest()
 
 
-def _tabulated(run: Model, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
+def _tabulated(model: Model, reference: Reference, streams: Iterable[SampleStream]) -> ReferenceTable:
     """Score every sequence of some streams; all ranks call this together and have the same table."""
     table: ReferenceTable = {}
     for stream in streams:
         step = 0
         while (mini_batch := stream.next(step)) is not None:
             own: ReferenceTable = {}
-            judged = scored(run, reference, mini_batch, LOGPROB_COLUMN)
+            judged = scored(model, reference, mini_batch, LOGPROB_COLUMN)
             for before, after in zip(mini_batch.micro_batches, judged.micro_batches, strict=True):
                 logprobs = split_tokens(after, after.per_token[LOGPROB_COLUMN].to("cpu", torch.float64))
                 own |= {_key(each): float(values.sum()) for each, values in zip(unpack(before), logprobs, strict=True)}
-            for of_rank in run.run.ranks.gather(own):
+            for of_rank in model.run.ranks.gather(own):
                 table |= of_rank
             step += 1
     return table
@@ -178,6 +178,11 @@ def load_table(path: Path, about: Mapping[str, str]) -> ReferenceTable:
     except (OSError, SafetensorError) as error:
         raise _damaged(path, str(error)) from error
     expected = {**about, "format": _FORMAT}
+    if metadata.get("format") != _FORMAT and metadata:
+        raise ConfigError(
+            f"{path} is a table of reference log-probabilities in another format than this version's. Delete it, and "
+            "it is made again."
+        )
     differing = [name for name in expected if metadata.get(name) != expected[name]]
     if differing:
         raise ConfigError(

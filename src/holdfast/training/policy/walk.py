@@ -87,10 +87,9 @@ def walk_a_step(training: PolicyTraining, learn: Callable[[PolicyTraining, Rollo
     clock = _WalkClock()
     try:
         with private_randomness(), _restoring(training, clock):
-            if (
-                training.config.critic is not None
-            ):  # or the critic alone would learn, and the policy's update stay unseen
-                training.model.state.step = max(training.model.state.step, training.config.critic.warmup_steps)
+            # While the critic warms up it alone would learn, and the policy's update stay unseen.
+            warmup_steps = 0 if training.config.critic is None else training.config.critic.warmup_steps
+            training.model.state.step = max(training.model.state.step, warmup_steps)
             learn(training, made_up_rollout(_sampled(training), training.config, training.run.ranks))
     except Exception as error:
         training.evaluation.sampler.engine.close()  # there will be no run that does
@@ -107,7 +106,7 @@ def walk_a_step(training: PolicyTraining, learn: Callable[[PolicyTraining, Rollo
         raise ModelError(
             f"A step of this run would fail where it {clock.act}: {type(error).__name__}: {why:.600} Two tiny groups "
             f"showed it before step 1, and nothing was trained. If {family.name} cannot do that, "
-            "please report the architecture."
+            "please report the architecture; an optimizer of your own (optim.path) may be the cause too."
         ) from error
     if training.run.world.is_first:
         print(f"walked one step before step 1: {clock.seconds()}", flush=True)

@@ -63,7 +63,7 @@ class EmergencySave:
     """Saves the last whole step of a run that all ranks are about to leave with an error.
 
     Args:
-        run: The run.
+        training: The run.
         write: Makes the checkpoint.
         grace_seconds: Longest time a rank waits for another one within the save.
     """

@@ -26,7 +26,7 @@ class Rehearsals:
     """Rehearses a save before the first step and again if the first step changed the tensors.
 
     Args:
-        run: The run.
+        training: The run.
         session: Its saves: they tell where checkpoints go, and over which ranks.
         contents: What they hold.
     """

@@ -196,11 +196,11 @@ def stacks_of(policy: PolicyModel) -> dict[str, Stack]:
     return stacks
 
 
-def _class_at(path: str, setting: ConfiguredRun) -> Any:
+def _class_at(path: str, run: ConfiguredRun) -> Any:
     module_path, _, name = path.rpartition(":")
     if module_path.endswith(".py"):
-        return load_function(path, setting.base, "optim.path")
-    look_beside(setting.base)
+        return load_function(path, run.base, "optim.path")
+    look_beside(run.base)
     try:
         module = importlib.import_module(module_path)
     except Exception as error:  # the module's own code may raise anything

@@ -58,18 +58,18 @@ class OpenedData:
         return None if None in sizes else sum(size or 0 for size in sizes)
 
 
-def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True) -> OpenedData:
+def open_data(run: ConfiguredRun, rows: Any = None, *, training: bool = True) -> OpenedData:
     """Open every source.
 
     Args:
-        setting: Of the run.
+        run: Of the run.
         rows: Training rows in memory, instead of the configured ones.
         training: Open training rows; off, an exported model can be evaluated where they are not.
 
     Raises:
         DataError: A source is missing or empty, or two have the same name.
     """
-    config, base = setting.config, setting.base
+    config, base = run.config, run.base
     keyed = config.data.sources_by_key() if training else {}
     sections = list(keyed.values())
     task_kind = task_rows(config)
@@ -160,38 +160,38 @@ def check_batch(config: TrainingConfig, data: OpenedData, ranks: int) -> None:
 
 
 def row_tokeniser(
-    setting: ConfiguredRun, tokenizer: Any, formats: dict[str, RowFormat], images: ImageSide | str = BLIND
+    run: ConfiguredRun, tokenizer: Any, formats: dict[str, RowFormat], images: ImageSide | str = BLIND
 ) -> Tokenise[Example]:
     """Return the function that turns rows into sequences."""
-    data = setting.config.data
+    data = run.config.data
     if data.packing == "wrapped":
         data, images = data.model_copy(update={"max_length": _ENDLESS}), _IMAGES_STAY_WHOLE
-    return RowTokeniser(tokenizer, data, setting.base, images, formats).examples
+    return RowTokeniser(tokenizer, data, run.base, images, formats).examples
 
 
 def evaluation_tokenisers(
-    setting: ConfiguredRun, tokenizer: Any, opened: OpenedData, images: ImageSide | str = BLIND
+    run: ConfiguredRun, tokenizer: Any, opened: OpenedData, images: ImageSide | str = BLIND
 ) -> dict[str, Tokenise[Example]]:
     """Return the functions that turn rows of evaluation sets into sequences, by the set's name.
 
     Windows of `packing: wrapped` begin where the one before ended, in whatever document; a measured document is cut by
     itself, so that its loss does not depend on its neighbours.
     """
-    data = setting.config.data
+    data = run.config.data
     if data.packing == "wrapped":
-        setting = setting.with_sections(data=data.model_copy(update={"packing": "best_fit", "overlong": "split"}))
+        run = run.with_sections(data=data.model_copy(update={"packing": "best_fit", "overlong": "split"}))
         images = _IMAGES_STAY_WHOLE
     return {
-        name: row_tokeniser(setting, tokenizer, {source.name: opened.evaluation_formats[name]}, images)
+        name: row_tokeniser(run, tokenizer, {source.name: opened.evaluation_formats[name]}, images)
         for name, source in opened.evaluation.items()
     }
 
 
 def preference_tokeniser(
-    config: DPOConfig, setting: ConfiguredRun, tokenizer: Any, images: ImageSide | str = BLIND
+    config: DPOConfig, run: ConfiguredRun, tokenizer: Any, images: ImageSide | str = BLIND
 ) -> Tokenise[Example]:
     """Return the function that turns rows with preferences into sequences."""
-    rows = RowTokeniser(tokenizer, config.data, setting.base, images)
+    rows = RowTokeniser(tokenizer, config.data, run.base, images)
     tokenise = (PairTokeniser if config.preference.takes_pairs else LabelTokeniser)(rows, config.data)
     return last_token_alone(tokenise) if config.scores else tokenise
 
@@ -368,12 +368,12 @@ def first_sequences(
     return sequences
 
 
-def row_filter(setting: ConfiguredRun) -> Accept | None:
+def row_filter(run: ConfiguredRun) -> Accept | None:
     """Return the function that says which training rows are taken; None takes all."""
-    path = setting.config.data.filter
+    path = run.config.data.filter
     if path is None:
         return None
-    function = load_function(path, setting.base, "data.filter")
+    function = load_function(path, run.base, "data.filter")
 
     def accept(row: Row) -> bool:
         try:

@@ -49,6 +49,7 @@ from holdfast.training.rollout_memory import (
     limit_engine,
     longest_row,
 )
+from holdfast.training.run import Model
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
@@ -204,6 +205,17 @@ def _rows_with_blocks(engine: InProcessEngine, section: EngineConfig, prompt: in
     return max(1, bisect_right(range(1, section.rows + 1), limit, key=most))
 
 
+class PlannedSampler(Sampler):
+    """A sampler whose engine tries no optional forms: its tensors hold no numbers to compare."""
+
+    def publish(self, model: Model) -> None:
+        """Give the engine the present weights."""
+        present = model.state.updates, model.holds_averages
+        if self.published != present:
+            give_weights(self.engine, model)
+            self.published = present
+
+
 class _ExternalEngine:
     """Replaces an engine that runs outside of the ranks; implements `RolloutEngine` of `rollout/engine.py`."""
 
@@ -228,8 +240,8 @@ class _ExternalEngine:
 def _sampler_of(step: PlannedStep, section: EngineConfig) -> Sampler:
     """Return the sampler of a run; no server is asked, and no code of the user's is run."""
     if not isinstance(section.engine, LocalEngineConfig):
-        return Sampler(_ExternalEngine())
-    return Sampler(open_engine(step.model, section))
+        return PlannedSampler(_ExternalEngine())
+    return PlannedSampler(open_engine(step.model, section))
 
 
 def _deal_memory(step: PlannedStep, sampler: Sampler, section: EngineConfig, context: int) -> None:
@@ -287,8 +299,7 @@ class PlannedEngine:
 
         self._engine.update_weights = lambda tensors, version: take(counted(tensors), version)  # type: ignore[method-assign]
         try:
-            give_weights(self._engine, step.model)
-            sampler.published = step.model.state.updates, False
+            sampler.publish(step.model)
             # The first publish gives the copy its memory, in parameters that were not there before.
             copy = named_parameters(self._engine._replica.model).values()
             self._ledger.name([parameter.data for parameter in copy], ROLLOUT_WEIGHTS)
