@@ -194,7 +194,8 @@ def _refuse_other_state(outlines: Sequence[list[tuple[str, str, bool]]], name: s
     if rank is not None:
         raise UnsavableOptimizer(
             f"{name} keeps other state on rank {rank} than on rank 0, so that no checkpoint could hold it: "
-            f"{len(outlines[rank])} tensors and {len(outlines[0])}, or in another order. Choose another class, or mend it."
+            f"{len(outlines[rank])} tensors and {len(outlines[0])}, or in another order. Choose another class, or "
+            "mend it."
         )
 
 
