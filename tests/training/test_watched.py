@@ -154,6 +154,27 @@ def test_an_evaluation_that_a_stop_left_at_the_last_step_is_made_by_the_next_sta
     assert state_of(tmp_path / "r", events(tmp_path), 4) == RunState("done", "")
 
 
+def test_a_best_model_whose_export_failed_after_an_owed_evaluation_is_exported_by_the_next_start(
+    pools: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "watch.py").write_text(WATCH.format(mark=tmp_path / "mark"))
+    values = stopping(tmp_path, observers=["watch.py:interrupt"], checkpoint=BEST) | {"steps": 4}
+    values["stop_when"]["patience"] = 9
+    exports = tmp_path / "r" / "exports"
+
+    pools(1).run(run, values, str(tmp_path))
+    before = exported_step(tmp_path, "best")
+    kept = exports.rename(tmp_path / "kept")
+    exports.write_text("")
+    with pytest.raises(RankError):
+        pools(1).run(run, values, str(tmp_path))
+    exports.unlink()
+    kept.rename(exports)
+    third = pools(1).run(run, values, str(tmp_path))[0]
+
+    assert (before, exported_step(tmp_path, "best"), third.step) == (3, 4, 4)
+
+
 @pytest.mark.parametrize("metric", ["eval/s/mean_token_accuracy", "loss"])
 def test_what_an_error_in_an_evaluation_leaves_is_measured_by_the_next_start(
     pools: Any, tmp_path: Path, metric: str
