@@ -29,6 +29,7 @@ def counted(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
     """Return what a block takes as counted and as tensors have it, and the blocks that some memory has room for."""
     training = built(world, tree, rows)
     engine: Any = training.evaluation.sampler.engine
+    training.continued()
     training.evaluation.sampler.publish(training.model)
     engine.submit([], SamplingConfig(max_new_tokens=4))
     with torch.no_grad(), engine.decoding(None) as decoding:
@@ -139,6 +140,7 @@ def continued(world: World, tree: dict[str, Any], rows: Any, saved: int, room: i
     engine.block_room = room or engine.block_room
     printed = io.StringIO()
     with redirect_stdout(printed):
+        training.continued()  # as `fit` does once it has a checkpoint's counters
         assert grpo_step(training) is not None
     said = [line for line in printed.getvalue().splitlines() if "blocks of keys" in line or "have room for" in line]
     return engine.block_limit, training.model.state.cache_blocks, "\n".join(said)

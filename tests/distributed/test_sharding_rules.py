@@ -287,7 +287,7 @@ def frozen_twin(world: World, _: str) -> bool:
     toy.requires_grad_(False)  # noqa: FBT003 - torch's own form
     plan = shard(world, toy)
     run = plain_setting(SFTConfig.model_construct(), world)
-    twin: Any = {"setting": run, "origin": None, "plan": plan, "model": toy}
+    twin: Any = {"run": run, "blueprint": None, "plan": plan, "module": toy}
     check_place(Model(**twin), "reference policy")
     return plan.sharded
 
