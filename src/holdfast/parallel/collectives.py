@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.errors import HoldfastError, UserError
 from holdfast.files import NotRegular
 
 T = TypeVar("T")
+N = TypeVar("N", np.int64, np.float32)
 
 
 class RankGroup:
@@ -63,20 +66,21 @@ class RankGroup:
         dist.gather_object(item, items, group=self._group)
         return items or []
 
-    def summed(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks of a tensor on the CPU."""
+    def summed(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sum over ranks of each number."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
-    def largest(self, values: Tensor) -> Tensor:
-        """Return the largest over ranks of each element of a tensor on the CPU."""
+    def largest(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the largest over ranks of each number."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
-    def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self._group is None:
+    def _reduced(self, values: NDArray[N], operation: dist.ReduceOp.RedOpType) -> NDArray[N]:
+        if self._group is None:  # without a tensor: a plan's would hold no numbers
             return values
-        reduced = values.clone()
+        reduced = torch.from_numpy(values.copy())
         dist.all_reduce(reduced, operation, group=self._group)
-        return reduced
+        result: NDArray[N] = reduced.numpy()
+        return result
 
     def swap(self, outgoing: Sequence[T]) -> list[T]:
         """Send outgoing[r] to rank r and return what every rank sent here, by rank."""

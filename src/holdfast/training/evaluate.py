@@ -143,7 +143,7 @@ def evaluate_completions(
     everyone = model.run.ranks.gather_to_first(own_answers)
     answered = sorted((item for rank_answers in everyone for item in rank_answers), key=lambda item: item.sample_id)
     sums = [len(own_answers), sum(item.correct for item in own_answers), sum(item.finished for item in own_answers)]
-    count, correct, finished_count = model.run.ranks.summed(torch.tensor(sums)).tolist()
+    count, correct, finished_count = model.run.ranks.summed(np.array(sums)).tolist()
     if not count:
         return {}, []
     return {"completions/accuracy": correct / count, "completions/finished": finished_count / count}, answered

@@ -205,10 +205,11 @@ def mismatch_spread(log_ratios: NDArray[np.float32], ranks: RankGroup) -> dict[s
         ranks: That have tokens; a token is one rank's alone.
     """
     extremes = np.array([-log_ratios.min(), log_ratios.max()] if log_ratios.size else [-math.inf] * 2, np.float32)
-    low, high = (ranks.largest(torch.from_numpy(extremes)) * torch.tensor([-1.0, 1.0])).tolist()
+    lowest_negated, high = ranks.largest(extremes).tolist()
+    low = -lowest_negated
     if low > high:
         return {}
-    counts = ranks.summed(torch.from_numpy(np.bincount(_bins_of(log_ratios), minlength=_BINS))).numpy()
+    counts = ranks.summed(np.bincount(_bins_of(log_ratios), minlength=_BINS))
     metrics = {"sampling/sampling_logp_difference/max": max(abs(low), abs(high))}
     for name, share in _QUANTILES.items():
         value = float(np.clip(_quantile(counts, share), low, high))
