@@ -220,6 +220,7 @@ def holdfast(shape: Shape, device: str) -> None:
     if most is None:
         watch.report()
     else:
+        assert training.model.cost is not None
         watch.report(lambda positions, seconds: training.model.cost.flops(positions, length) / seconds / most)
 
 
