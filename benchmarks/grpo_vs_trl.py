@@ -220,8 +220,9 @@ def holdfast(shape: Shape, device: str) -> None:
     if most is None:
         watch.report()
     else:
-        assert training.model.cost is not None
-        watch.report(lambda positions, seconds: training.model.cost.flops(positions, length) / seconds / most)
+        cost = training.model.cost
+        assert cost is not None
+        watch.report(lambda positions, seconds: cost.flops(positions, length) / seconds / most)
 
 
 def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
