@@ -172,8 +172,6 @@ class ByKind:
     """
 
     default: str
-    removed: tuple[tuple[str, str], ...] = ()
-    """Kinds that are gone, each with what to write in its place."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members: dict[str, CoreSchema] = {}
@@ -182,9 +180,6 @@ class ByKind:
 
         def with_kind(value: Any) -> Any:
             value = section_of(value, takes_functions=PATH in members) if isinstance(value, str) else value
-            for kind, remedy in self.removed:
-                if isinstance(value, Mapping) and value.get("kind") == kind:
-                    raise ValueError(f"there is no {kind} any more: {remedy}")
             return {**value, "kind": str(value.get("kind", self.default))} if isinstance(value, Mapping) else value
 
         # What `Field(discriminator="kind")` makes; that refuses a union of one member, and members of several kinds.

@@ -55,20 +55,17 @@ class BatchRouterLoss(_RouterLoss):
     kind: Literal["batch"] = "batch"
     allow_split: bool = False
     """Accept several micro-batches or ranks: each balances its own tokens, so ranks and budgets change the result."""
+    removed_kinds: ClassVar[Mapping[str, str]] = {
+        "global": (
+            "it counted loads in one more forward pass. Write sequence, which no split changes either, or batch, "
+            "transformers' formula over what one forward pass sees"
+        )
+    }
 
 
 RouterLossConfig = Annotated[
     AutoRouterLoss | NoRouterLoss | SequenceRouterLoss | BatchRouterLoss,
-    ByKind(
-        "auto",
-        removed=(
-            (
-                "global",
-                "it counted loads in one more forward pass. Write sequence, which no split changes either, or batch, "
-                "transformers' formula over what one forward pass sees",
-            ),
-        ),
-    ),
+    ByKind("auto"),
 ]
 
 

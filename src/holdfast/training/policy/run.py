@@ -80,9 +80,13 @@ class Sampler:
         present = model.state.updates, model.holds_averages
         if self.published != present:
             give_weights(self.engine, model)
-            if isinstance(self.engine, InProcessEngine):
-                settle_forms(model, self.engine)
+            self.settle_forms(model)
             self.published = present
+
+    def settle_forms(self, model: Model) -> None:
+        """Choose the optional forms of our own decoding, once it has weights; all ranks call this together."""
+        if isinstance(self.engine, InProcessEngine):
+            settle_forms(model, self.engine)
 
     def follow(self, model: Model) -> None:
         """Give the engine the blocks of keys and values that the run began with, if there is room for them."""

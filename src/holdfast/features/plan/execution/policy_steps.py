@@ -29,7 +29,7 @@ from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache
 from holdfast.rollout.local.graphs import CHECKED_STEPS
 from holdfast.rollout.local.inprocess import InProcessEngine
-from holdfast.training.engines import give_weights, open_engine
+from holdfast.training.engines import open_engine
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.experience import pack_rollout, with_advantages
 from holdfast.training.policy.made_up import made_up_rollout
@@ -208,12 +208,8 @@ def _rows_with_blocks(engine: InProcessEngine, section: EngineConfig, prompt: in
 class PlannedSampler(Sampler):
     """A sampler whose engine tries no optional forms: its tensors hold no numbers to compare."""
 
-    def publish(self, model: Model) -> None:
-        """Give the engine the present weights."""
-        present = model.state.updates, model.holds_averages
-        if self.published != present:
-            give_weights(self.engine, model)
-            self.published = present
+    def settle_forms(self, model: Model) -> None:
+        """Leave every form as it is."""
 
 
 class _ExternalEngine:
