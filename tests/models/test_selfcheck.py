@@ -20,6 +20,7 @@ from holdfast.models.files.configuration import make_trainable
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
 from holdfast.models.layers.family import HeadSpec, family_of
+from holdfast.models.layers.llama4_output import give_image_outputs
 from tests.models.architectures import BY_LENGTH, OTHERS, RECURRENT, SETTINGS, settings_of, strong_model, twin
 from tests.models.cases import checked
 from tests.models.directories import BLIND, KINDS, MULTIMODAL, model_of, write_directory
@@ -37,6 +38,7 @@ DENSE_FIRST = SETTINGS["deepseek_v3"] | {"num_hidden_layers": 5, "first_k_dense_
 
 def policy_of(model: Any, spec: HeadSpec | None = None) -> PolicyModel:
     register_attention()
+    give_image_outputs()
     family = family_of(model)
     padded = bool(family.why_not_packed)
     if not padded:

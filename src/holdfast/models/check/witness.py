@@ -2,18 +2,19 @@
 
 A run changes the configuration of its model, its attention and perhaps more; a check against that changed configuration
 would find nothing. The witness is a second model, built from the configuration in the files and without parameters.
-During a comparison, each module of the run's model takes over the attributes and the computed buffers of the witness's
-module with the same name. Hooks, shards and adapters stay in place.
+During a comparison, the attributes and the computed buffers of each of the run's modules are set to those of the
+witness's module with the same name. Hooks, shards and adapters stay in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from holdfast.models.files.configuration import with_buffers
 from holdfast.models.files.vision import set_attention
@@ -54,34 +55,31 @@ def as_files_say(model: nn.Module, witness: nn.Module, device: torch.device) -> 
         device: Where buffers belong.
     """
     lenders = dict(witness.named_modules())
-    before: list[tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]] = []
-    try:
+    with ExitStack() as restore:
         for path, module in model.named_modules():
             lender = lenders.get(canonical_name(f"{path}.").removesuffix("."))
             # A wrapper has the name of what it wraps.
             if lender is None or not isinstance(module, type(lender)):
                 continue
-            before.append((module, dict(vars(module)), dict(module._buffers)))  # noqa: SLF001 - to put them back
-            vars(module).update(_attributes(lender))
+            for name, value in _attributes(lender, device).items():
+                before = partial(setattr, module, name, getattr(module, name)) if hasattr(module, name) else None
+                restore.callback(before or partial(delattr, module, name))
+                setattr(module, name, value)
             # A compiled block would be compiled anew for what is read here and never again.
             for name in ("_compiled_call_impl", "forward"):
-                vars(module).pop(name, None)
-            for name in lender._non_persistent_buffers_set & module._buffers.keys():  # noqa: SLF001 - it has no reader
-                value = lender._buffers[name]  # noqa: SLF001 - same
-                module._buffers[name] = None if value is None else value.to(device, copy=True)  # noqa: SLF001 - same
+                if name in vars(module):
+                    restore.callback(vars(module).__setitem__, name, vars(module).pop(name))
         yield
-    finally:
-        for module, attributes, buffers in before:
-            _restore(module, attributes, buffers)
 
 
-def _attributes(lender: nn.Module) -> dict[str, Any]:
-    """Return what a module's constructor noted, but for what leads to the lender's own modules."""
-    return {
-        name: value
-        for name, value in vars(lender).items()
-        if name not in _OF_EVERY_MODULE and not _leads_to_modules(value)
+def _attributes(lender: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Return what a module's constructor noted and computed, but for what leads to the lender's own modules."""
+    computed = lender._non_persistent_buffers_set  # noqa: SLF001 - it has no reader
+    buffers = {
+        name: value.to(device, copy=True) for name, value in lender.named_buffers(recurse=False) if name in computed
     }
+    noted = {name: value for name, value in vars(lender).items() if name not in _OF_EVERY_MODULE}
+    return {name: value for name, value in noted.items() if not _leads_to_modules(value)} | buffers
 
 
 def _leads_to_modules(value: Any) -> bool:
@@ -90,14 +88,3 @@ def _leads_to_modules(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_leads_to_modules(member) for member in value.values())
     return isinstance(value, list | tuple) and any(_leads_to_modules(member) for member in value)
-
-
-def _restore(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Tensor | None]) -> None:
-    namespace = vars(module)
-    module_state = {
-        name: namespace[name] for name in _OF_EVERY_MODULE if name in namespace
-    }  # FSDP2 adds hooks while it runs
-    namespace.clear()
-    namespace.update(attributes | module_state)
-    module._buffers.clear()  # noqa: SLF001 - a forward pass may have registered some anew
-    module._buffers.update(buffers)  # noqa: SLF001 - same

@@ -340,4 +340,4 @@ def _gradient_summary(gradients: Gradients | None, seconds: float) -> str:
     if gradients is None:
         return ""
     sentence = f"gradients of {gradients.parameters} parameters {seconds:.1f} s"
-    return f"{sentence} (of {gradients.name} off by {gradients.worst:.0e} of its length or angle, none by more)"
+    return f"{sentence} (of {gradients.name} off by {gradients.worst:.0e} of its norm, none by more)"
