@@ -23,7 +23,7 @@ from holdfast.training.policy.coefficients import controlled_objective, move_coe
 from holdfast.training.policy.critic import stand_still, train_critic, with_values
 from holdfast.training.policy.episodes import check_environments, open_environments
 from holdfast.training.policy.evaluate import evaluate_policy
-from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
+from holdfast.training.policy.experience import pack_rollout, with_advantages, with_logprobs
 from holdfast.training.policy.groups import share_facts
 from holdfast.training.policy.metrics import (
     log_ratios_of,
@@ -74,7 +74,7 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
 
 
 def grpo_step(training: PolicyTraining) -> dict[str, float] | None:
-    """Sample, score, compare, pack, update and log; None when the prompts have ended.
+    """Sample, score, compare, pack and update; return the metrics, which `fit` writes, or None without prompts.
 
     Raises:
         StepAbandoned: A rank was asked to stop; the same on all ranks.
@@ -106,11 +106,13 @@ def next_rollout(training: PolicyTraining) -> Rollout | None:
     evaluation, config, ranks = training.evaluation, training.config, training.run.ranks
     rounds: list[Rollout] = []
     with offloaded(training), prompts_put_back(training):
-        for batch in drawn_prompts(training, rounds):
+        for batch in drawn_prompts(training, rounds):  # until the rounds have enough groups that differ in reward
             ahead = None if rounds else training.ahead  # the completions of the first round may be on their way
             seeds = seeds_of(training, batch, training.model.state.step)
             groups = sample(evaluation, batch.own_prompts, config.rollout, seeds, ahead)
+            # A completion whose reward fails is dropped; an error that ends one rank's rewards is raised on all ranks.
             groups, scored = score_groups(evaluation, groups)
+            # Rewards and lengths of every rank's groups: each rank knows what is dropped, and how much is trained on.
             facts = share_facts(ranks, groups, scored)
             if config.advantage.needs_greedy:
                 facts, scored = with_greedy(training, batch.own_prompts, facts, scored)
@@ -131,7 +133,8 @@ def learn(training: PolicyTraining, rollout: Rollout) -> tuple[Rollout, dict[str
     The walk before step 1 and `holdfast replay` call it too.
     """
     rollout = with_advantages(training, rollout)
-    return learn_from(training, rollout, pack_rollout(training, rollout))
+    mini_batches = pack_rollout(training, rollout)
+    return learn_from(training, rollout, mini_batches)
 
 
 def learn_from(
@@ -140,8 +143,9 @@ def learn_from(
     """Update the policy on the mini-batches of a rollout, which `holdfast plan` packs on its own."""
     updates_before = training.model.state.updates
     objective = controlled_objective(training)
-    # The loss compares with log-probabilities of the policy before its first update, and of the reference.
-    mini_batches = score_rollout(training, objective, mini_batches)
+    # Proximal log-probabilities, of the policy before its first update, cost a forward pass; a single update needs
+    # none, since its ratio is 1. The reference's are for the KL term.
+    mini_batches = with_logprobs(training, objective, mini_batches)
     metrics: dict[str, float] = {}
     if training.critic is not None:
         rollout, mini_batches, metrics = with_values(training, training.critic, objective, rollout, mini_batches)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning.
 
-A step takes a batch of sequences and makes one update that raises the likelihood of their trained tokens. The row says
-which tokens are trained (`loss_mask`), and `data.average` what the loss is averaged over.
+A step takes a batch of sequences and makes one update that raises the likelihood of their trained tokens. The data
+room has marked these in each row (`loss_mask`), and `data.average` says what the loss is averaged over.
 """
 
 from __future__ import annotations

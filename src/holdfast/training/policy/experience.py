@@ -228,7 +228,7 @@ def example_of_trajectory(
     )
 
 
-def score_rollout(training: PolicyTraining, objective: Objective, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
+def with_logprobs(training: PolicyTraining, objective: Objective, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
     """Add the log-probabilities that an objective compares with, and no others; all ranks call this together.
 
     On-policy without a KL term there is nothing to add, and no forward pass is made.
