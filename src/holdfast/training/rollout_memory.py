@@ -84,6 +84,7 @@ def limit_engine(engine: InProcessEngine, model: Model, rollout: EngineConfig, c
     engine.block_room = min(ranks.gather(blocks_with_room(model, free)))
     engine.submit([], rollout)  # how its steps are tried before the first rollout
     engine.longest = tokens  # a row that was paused begins with what it has drawn
+    engine.takes_turns = getattr(model.run.config, "environment", None) is not None
 
 
 def longest_row(model: Model, rollout: EngineConfig, context: int) -> int:

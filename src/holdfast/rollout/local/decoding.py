@@ -20,7 +20,7 @@ from holdfast.rollout.local.graphs import CHECKED_STEPS
 from holdfast.rollout.local.pieces import Pieces
 from holdfast.rollout.local.predictor import Predictor, RowState
 from holdfast.rollout.local.rows import DeviceRows
-from holdfast.rollout.local.texts import DecodedRow, Waiting, compute_texts, state_of
+from holdfast.rollout.local.texts import DecodedRow, Waiting, compute_pieces, compute_texts, state_of
 from holdfast.rollout.sampling import Stops
 from holdfast.types import Finish, host_value
 
@@ -41,6 +41,8 @@ class Decoding:
         look_every: Most tokens between two looks at what has ended.
         pieces: Which texts are computed in pieces; None for none.
         state_blocks: Blocks that would take as much memory as the states of recurrent layers do in one row.
+        remembers: Whether texts that begin as an earlier text and its completion read the blocks of these; it needs
+            `pieces`.
     """
 
     def __init__(  # noqa: PLR0913 - what decoding is made of
@@ -55,10 +57,12 @@ class Decoding:
         look_every: int,
         pieces: Pieces | None,
         state_blocks: int = 0,
+        remembers: bool = False,
     ) -> None:
         self.predictor, self.on_device, self._blocks, self._stops = predictor, on_device, blocks, stops
         self._limit, self._configured_rows, self._most_rows, self._look_every = limit, most_rows, most_rows, look_every
         self._pieces, self._state_blocks = pieces, state_blocks
+        self._remembers = remembers and pieces is not None
         self.rows: list[DecodedRow] = []
         """Those that are decoded, by slot."""
         self.waiting: deque[Waiting] = deque()
@@ -84,7 +88,8 @@ class Decoding:
             fit = self._blocks.limit // (self._row_blocks + _COPIES_OF_STATES * self._state_blocks)
             self._most_rows = max(1, min(self._configured_rows, fit))
         most = self._blocks.most(prompts, ahead, self._most_rows)
-        self.on_device.expect(self._blocks.used + most)
+        # What is remembered fills the memory up to its limit.
+        self.on_device.expect(self._blocks.limit or 0 if self._remembers else self._blocks.used + most)
 
     def advance(self) -> list[tuple[DecodedRow, Finish]]:
         """Let waiting rows begin and draw tokens until the next look; return the rows that have ended."""
@@ -133,7 +138,7 @@ class Decoding:
         slots, blocks = max(0, self._most_rows - len(self.rows)), 0
         admitted: list[tuple[Waiting, int]] = []
         for waiting in self.waiting:
-            if self._pieces is not None and self._pieces.cut(waiting):
+            if self._pieces is not None and self._pieces.cut(waiting, len(self._known(waiting)) * BLOCK_SIZE):
                 break
             text = 0 if waiting.hidden is not None else self._blocks.needed(waiting.length)
             count = min(slots, len(waiting.rows))
@@ -183,7 +188,9 @@ class Decoding:
     def _compute_piece(self) -> None:
         """Compute a piece of the text that is next, if it is a long one and a row of it could begin."""
         waiting = self.waiting[0] if self.waiting else None
-        if waiting is None or self._pieces is None or not self._pieces.cut(waiting):
+        if waiting is None or self._pieces is None:
+            return
+        if not self._pieces.cut(waiting, len(self._known(waiting)) * BLOCK_SIZE):
             return
         if not waiting.blocks:
             needed = self._blocks.needed(waiting.length)
@@ -194,17 +201,27 @@ class Decoding:
             self._take_blocks([waiting])
         self._pieces.advance(self.predictor, self.on_device.cache, waiting)
 
+    def _known(self, waiting: Waiting) -> list[int]:
+        """Return the blocks of a text's beginning that need not be computed."""
+        return self._blocks.known(waiting.keys) if self._remembers and waiting.hidden is None else []
+
     def _take_blocks(self, several: Sequence[Waiting]) -> None:
-        """Give texts blocks of their own."""
+        """Give texts blocks: those of their beginnings that are remembered, and others of their own."""
         for waiting in several:
-            waiting.blocks = self._blocks.take(self._blocks.needed(waiting.length))
+            known = self._known(waiting)
+            self._blocks.share(known)
+            waiting.read = len(known) * BLOCK_SIZE
+            waiting.blocks = known + self._blocks.take(self._blocks.needed(waiting.length) - len(known))
         self.on_device.fit_memory()
         self.on_device.cache.clear([waiting.blocks[-1] for waiting in several])
 
     def _compute(self, several: Sequence[Waiting]) -> None:
-        """Compute texts, in blocks of their own."""
+        """Compute texts, what is remembered of them apart."""
         self._take_blocks(several)
-        compute_texts(self.predictor, self.on_device.cache, several)
+        if whole := [waiting for waiting in several if not waiting.read]:
+            compute_texts(self.predictor, self.on_device.cache, whole)
+        if begun := [waiting for waiting in several if waiting.read]:
+            compute_pieces(self.predictor, self.on_device.cache, begun, max(waiting.length for waiting in begun))
 
     def _join(self, state: RowState, going: Sequence[tuple[DecodedRow, Waiting, int, int]]) -> None:
         """Take rows into slots.
@@ -261,8 +278,15 @@ class Decoding:
             finish = self._extend(row, drawn.tokens[number], drawn.logprobs[number])
             if finish is not None:
                 ended[number] = (row, finish)
+                self._remember(row, number)
         self._drop(list(ended))
         return list(ended.values())
+
+    def _remember(self, row: DecodedRow, number: int) -> None:
+        """Remember the blocks of a row that has ended, up to its last token, which no step has read for certain."""
+        if self._remembers:
+            whole = Waiting(row.request, deque([row]))
+            self._blocks.remember(whole.keys, self.on_device.tables[number])
 
     def _extend(self, row: DecodedRow, tokens: list[int], logprobs: list[float]) -> Finish | None:
         """Append what was drawn; return how the row has ended, None if it goes on."""

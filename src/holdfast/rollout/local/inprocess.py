@@ -37,6 +37,8 @@ from holdfast.types import Finish
 _LOOK_EVERY_ON_DEVICE = 16
 """Tokens between two looks at what has ended, where looking waits for the device."""
 _PIECE = 1024
+_LEAST_PIECE = 4 * BLOCK_SIZE
+"""Tokens of the pieces of a text that shows whether turns may go on from earlier ones, where no text is longer."""
 
 
 class InProcessEngine(ReplicaEngine):
@@ -81,8 +83,11 @@ class InProcessEngine(ReplicaEngine):
         self.piece = piece
         self.longest: int = 0
         """Most tokens of a text that a row begins with, as far as that is known."""
+        self.takes_turns = False
+        """Whether prompts will begin as earlier ones with their completions."""
         self.in_pieces: bool | None = None
-        """Whether texts longer than a piece are computed in pieces; None, as long as nobody looked, for at once."""
+        """Whether texts longer than a piece, and turns, are computed in pieces; None, as long as nobody looked, for at
+        once."""
         self.forms = Forms()
         """What is told of optional forms that are given up."""
         self._settled = False
@@ -106,10 +111,9 @@ class InProcessEngine(ReplicaEngine):
 
     @torch.no_grad()
     def converse(self, source: TurnSource, sampling: SamplingConfig, interrupted: Interrupted = lambda: False) -> None:
-        """Sample until a source has no more turns; a turn's whole prompt is computed again."""
+        """Sample until a source has no more turns; of a turn's prompt, only what is new is computed."""
         self._sampling = sampling
-        # Prompts grow, and what is recorded has room for a known number of tokens: operation by operation.
-        with self._replica.for_few_rows(), self.decoding(None) as decoding:
+        with self._replica.for_few_rows(), self.decoding(self.longest or None, remembers=True) as decoding:
             while True:
                 decoding.submit(source.ready(wait=not decoding.is_busy))
                 if not decoding.is_busy:
@@ -121,12 +125,13 @@ class InProcessEngine(ReplicaEngine):
         return [self._sampled(row, finish) for row, finish in ended]
 
     @contextmanager
-    def decoding(self, longest: int | None, *, planned: bool = False) -> Iterator[Decoding]:
+    def decoding(self, longest: int | None, *, planned: bool = False, remembers: bool = False) -> Iterator[Decoding]:
         """Give what decodes rows with the present weights, as `submit` has said.
 
         Args:
             longest: Most tokens of a row; None where that is not known, and no step is recorded.
             planned: No token and no text ends a completion, and prompts are computed at once, in the fewest passes.
+            remembers: Texts may begin as earlier ones with their completions, whose keys and values they read.
         """
         predictor = self._predictor()
         if self._state_blocks is None:
@@ -152,6 +157,7 @@ class InProcessEngine(ReplicaEngine):
             look_every=self._look_every,
             pieces=Pieces(self.piece) if self.in_pieces and not planned else None,
             state_blocks=self._state_blocks,
+            remembers=remembers and not self._replica.family.recurrent,
         )
         try:
             yield decoding
@@ -173,7 +179,7 @@ class InProcessEngine(ReplicaEngine):
         if self._settled:
             return []
         self._settled, self.forms, chosen = True, forms, []
-        if self.longest > self.piece and not self._replica.family.recurrent:
+        if (self.takes_turns or self.longest > self.piece) and not self._replica.family.recurrent:
             use = lambda value: setattr(self, "in_pieces", bool(value))  # noqa: E731 - a switch
             chosen.append(forms.choose(Candidate("prompts", use, self.why_whole)))
         steps = min(self._look_every, self._sampling.max_new_tokens - 1)
@@ -196,7 +202,8 @@ class InProcessEngine(ReplicaEngine):
     @torch.no_grad()
     def why_whole(self) -> str:
         """Say why the model's texts must be computed at once, "" if they need not; see `pieces`."""
-        return why_whole(self._predictor(), self.piece, set(self._replica.family.image_marks))
+        size = self.piece if self.longest > self.piece else min(self.piece, _LEAST_PIECE)
+        return why_whole(self._predictor(), size, set(self._replica.family.image_marks))
 
     def _predictor(self) -> Predictor:
         return Predictor(self._replica, self._head(), self._spec, self._sampling)

@@ -14,7 +14,7 @@ import torch
 from holdfast.rollout.engine import Request
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache
 from holdfast.rollout.local.predictor import Predictor
-from holdfast.rollout.local.texts import Waiting, compute_piece, compute_texts
+from holdfast.rollout.local.texts import Waiting, compute_pieces, compute_texts
 from holdfast.types import host_value
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -34,13 +34,19 @@ class Pieces:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def cut(self, waiting: Waiting) -> bool:
-        """Whether a text that has not been computed is to be in pieces; those with images never are."""
-        return waiting.hidden is None and waiting.length > self.size and not waiting.request.model_inputs
+    def cut(self, waiting: Waiting, known: int) -> bool:
+        """Whether a text that has not been computed is to be in pieces; those with images never are.
+
+        Args:
+            waiting: The text.
+            known: Tokens of it that need not be computed.
+        """
+        is_long = bool(waiting.blocks) or waiting.length - known > self.size  # one that has blocks has begun
+        return waiting.hidden is None and is_long and not waiting.request.model_inputs
 
     def advance(self, predictor: Predictor, cache: BlockCache, waiting: Waiting) -> None:
         """Compute the next piece of a text that has blocks."""
-        compute_piece(predictor, cache, waiting, self.size)
+        compute_pieces(predictor, cache, [waiting], self.size)
 
 
 def why_whole(predictor: Predictor, size: int, marks: Collection[int]) -> str:
@@ -62,7 +68,7 @@ def why_whole(predictor: Predictor, size: int, marks: Collection[int]) -> str:
         compute_texts(predictor, cache, [text])
         whole = text.computed
         while text.read < text.length:
-            compute_piece(predictor, cache, text, size)
+            compute_pieces(predictor, cache, [text], size)
         gap = float(host_value((text.computed - whole).abs().max() / whole.abs().max(), "prompts in pieces"))
     except torch.OutOfMemoryError:
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,9 +14,13 @@ from torch import Tensor
 
 from holdfast.models.layers.document_attention import Documents
 from holdfast.rollout.engine import Request
+from holdfast.rollout.local.blocks import PADDING, SCRATCH, keys_of
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, StateKey, View
 from holdfast.rollout.local.predictor import Predictor, RowState
 from holdfast.rollout.local.replica import merged_inputs
+
+_PLACES_OF_A_PASS, _TOKENS_OF_A_PASS = 2**17, 2**13
+"""Keys that are looked at and tokens that are computed in one pass of several texts' pieces, at most."""
 
 
 @dataclass
@@ -37,9 +42,9 @@ class Waiting:
     request: Request
     rows: deque[DecodedRow]
     blocks: list[int] = field(default_factory=list)
-    """Those of the text that the rows begin with, once that has been computed."""
+    """Those of the text that the rows begin with, once some of that has been computed."""
     read: int = 0
-    """Tokens of a long text that have been computed, piece by piece."""
+    """Tokens of the text that have been computed: pieces of a long one, or what an earlier text began with too."""
     hidden: Tensor | None = None
     """[H], what predicts the token behind that text; None until it has been computed"""
     layers: dict[StateKey, Tensor] = field(default_factory=dict)
@@ -66,6 +71,13 @@ class Waiting:
         """Number of tokens that the rows begin with."""
         return len(self.request.prompt) + len(self.rows[0].tokens)
 
+    @cached_property
+    def keys(self) -> list[bytes]:
+        """Keys of the full blocks that the text may share with others: not of its last token, nor beside images."""
+        if self.request.model_inputs or self.request.positions is not None:
+            return []
+        return keys_of(self.text[:-1], BLOCK_SIZE)
+
     @property
     def positions(self) -> NDArray[np.int64]:
         """[A, P] positions of these tokens."""
@@ -81,29 +93,62 @@ class Waiting:
         return int(self.positions.max()) + 1 - self.length
 
 
-def compute_piece(predictor: Predictor, cache: BlockCache, waiting: Waiting, count: int) -> None:
-    """Compute the next tokens of a text that has blocks, `count` at most; its last piece tells what predicts the next.
+def compute_pieces(predictor: Predictor, cache: BlockCache, several: Sequence[Waiting], count: int) -> None:
+    """Compute the next tokens of texts that have blocks, `count` of each at most, in as few passes as memory allows.
+
+    A text's last piece tells what predicts the token behind it.
 
     Args:
         predictor: What runs them.
         cache: Memory of blocks.
-        waiting: Of a text without images.
+        several: Texts without images.
         count: Tokens.
     """
-    device, start, end = predictor.device, waiting.read, min(waiting.read + count, waiting.length)
-    tables, places = (torch.tensor(some).to(device)[None] for some in (waiting.blocks, range(start, end)))
-    cache.view = View.of(tables, places, end)
-    tokens = torch.from_numpy(waiting.text[start:end]).to(device)[None]
-    positions = torch.from_numpy(waiting.positions[:, start:end]).to(device)  # [A, T]
+    together: list[Waiting] = []
+    for waiting in several:
+        rows = [*together, waiting]
+        longest, widest = max(text.length for text in rows), max(min(count, text.length - text.read) for text in rows)
+        if together and (len(rows) * longest > _PLACES_OF_A_PASS or len(rows) * widest > _TOKENS_OF_A_PASS):
+            _compute_side_by_side(predictor, cache, together, count)
+            rows = [waiting]
+        together = rows
+    if together:
+        _compute_side_by_side(predictor, cache, together, count)
+
+
+def _compute_side_by_side(predictor: Predictor, cache: BlockCache, several: Sequence[Waiting], count: int) -> None:
+    """Compute a piece of each text, a row each; rows with fewer tokens are filled by ones that nobody reads."""
+    device, starts = predictor.device, [waiting.read for waiting in several]
+    ends = [min(waiting.read + count, waiting.length) for waiting in several]
+    width = max(end - start for start, end in zip(starts, ends, strict=True))
+    places = [np.minimum(np.arange(start, start + width), end - 1) for start, end in zip(starts, ends, strict=True)]
+    tables = np.full((len(several), max(len(waiting.blocks) for waiting in several)), PADDING, np.int64)
+    written = np.empty((len(several), width), np.int64)
+    for row, (waiting, start, end) in enumerate(zip(several, starts, ends, strict=True)):
+        tables[row, : len(waiting.blocks)] = waiting.blocks
+        written[row] = SCRATCH * BLOCK_SIZE + np.arange(width) % BLOCK_SIZE
+        written[row, : end - start] = _places(waiting)[start:end]
+    axes = max(len(waiting.positions) for waiting in several)
+    positions = np.stack(
+        [
+            np.broadcast_to(waiting.positions[:, some], (axes, width))
+            for waiting, some in zip(several, places, strict=True)
+        ],
+        axis=1,
+    )
+    tokens = np.stack([waiting.text[some] for waiting, some in zip(several, places, strict=True)])
+    on_device = [torch.from_numpy(some).to(device) for some in (tables, np.stack(places), written, tokens, positions)]
+    cache.view = View(on_device[0], on_device[1], max(ends), on_device[2].flatten())
     output = predictor.run(
         cache,
-        input_ids=predictor.replica.family.with_one_image_token(tokens),
-        position_ids=positions if len(positions) == 1 else positions[:, None],
+        input_ids=predictor.replica.family.with_one_image_token(on_device[3]),
+        position_ids=on_device[4][0] if axes == 1 else on_device[4],
         rows=cache,
     )
-    waiting.read = end
-    if end == waiting.length:
-        waiting.hidden = output.last_hidden_state[0, -1]
+    for row, (waiting, start, end) in enumerate(zip(several, starts, ends, strict=True)):
+        waiting.read = end
+        if end == waiting.length:
+            waiting.hidden = output.last_hidden_state[row, end - start - 1]
 
 
 def compute_texts(predictor: Predictor, cache: BlockCache, several: Sequence[Waiting]) -> None:
