@@ -295,12 +295,14 @@ class LossSum(NamedTuple):
 
 @dataclass(frozen=True)
 class StepEvent:
-    """What observers receive after every optimizer update."""
+    """An optimizer update, as observers receive it on rank 0."""
 
     step: int
-    """Updates done so far, this one included."""
+    """Number of updates done, this one included."""
     epoch: float
+    """Number of passes over the rows so far."""
     metrics: Mapping[str, float]
+    """Metrics of the update by name, as in metrics.jsonl."""
 
 
 HostValues = Callable[["Tensor", str], "NDArray[Any]"]

@@ -13,14 +13,14 @@ from holdfast.text.escaping import error_words
 
 
 class Groups(NamedTuple):
-    """The completions of a step: G of each of P prompts, of all ranks."""
+    """The completions of a step, of all ranks: G completions of each of P prompts, as NumPy arrays in float64."""
 
     rewards: RewardMatrix
-    """[P, G], the weighted sum; NaN where a completion was not scored."""
+    """[P, G] weighted sum of the rewards; NaN where a completion was not scored."""
     parts: Mapping[str, RewardMatrix]
-    """Each reward by its name, [P, G]; NaN where it gave none."""
+    """[P, G] each: unweighted values of a reward by its name; NaN where a reward gave no number."""
     lengths: RewardMatrix
-    """[P, G], tokens of each completion."""
+    """[P, G] number of tokens of each completion."""
 
 
 class AdvantageFailed(RunStopped):  # noqa: N818 - the name says what happened

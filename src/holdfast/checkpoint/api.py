@@ -10,7 +10,8 @@
     ...                        # train on; the tensors were copied
     manifest = saving.result() # waits; raises the error of a failed save, the same on all ranks
 
-Models are plain or sharded by FSDP2. All ranks must call each function, except `verify` and `clean`.
+Models are plain or sharded by FSDP2. All ranks must call each function, except `verify` and `clean`, and raise the
+same error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.background import BackgroundSaver, PendingSave
-from holdfast.checkpoint.errors import SaveFailed
+from holdfast.checkpoint.errors import SaveFailed, UnsavableExtra
 from holdfast.checkpoint.format import verification
 from holdfast.checkpoint.format.manifest import About, Manifest
 from holdfast.checkpoint.format.snapshot import Snapshot, hold, mesh_of, set_random_state, take
@@ -44,7 +45,7 @@ from holdfast.checkpoint.saving.agreement import together_in_phase
 from holdfast.checkpoint.saving.rehearsal import RehearsalReport
 from holdfast.checkpoint.saving.writer import commit
 from holdfast.config.versions import versions
-from holdfast.errors import HoldfastError, RankFailed, UserError
+from holdfast.errors import HoldfastError, RankFailed
 from holdfast.optim.tagged_json import UnknownType, decode, encode
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.joint_calls import joint_call
@@ -71,26 +72,30 @@ def save(  # noqa: PLR0913 - what is saved, and what is said of it
     parent: Manifest | None = None,
     timeout_minutes: float = 30.0,
 ) -> Manifest:
-    """Write a checkpoint directory atomically; an existing one is never overwritten.
+    """Write a checkpoint directory atomically, all ranks together; an existing one is never overwritten.
 
     Args:
-        path: A directory or a URL such as s3://bucket/run/step-00000100.
-        model: The model, whose parameters and persistent buffers are saved under their canonical names.
-        optimizer: The optimizer; parameters without state are saved without state.
+        path: A directory or a URL such as s3://bucket/run/step-00000100, whose last part names the checkpoint.
+        model: The model, plain or sharded by FSDP2. Parameters and persistent buffers are saved by canonical name.
+        optimizer: The optimizer; parameters without state are saved without state. Default: None, no optimizer.
         extra: A value that is equal on all ranks: numbers, texts, lists, tuples, dictionaries, dtypes, small tensors.
-        rank_extra: A value of this rank, saved beside the state of its random generators.
-        assets: Further files by name, taken from rank 0.
-        frozen: Whether to save parameters that are not trained; if not, a load leaves them as they are.
+        rank_extra: A value of this rank, of the same types, saved beside the state of its random generators.
+        assets: Contents of further files by name, taken from rank 0. Default: None, no files.
+        frozen: Whether to save parameters that are not trained; if not, a load leaves them as they are. Default: True.
         parent: Manifest of the checkpoint that this one continues from, as `save`, `load(...).manifest` and `verify`
             return it; its hash and step are recorded. It is not found automatically, since a directory may hold
-            checkpoints of several loops.
-        timeout_minutes: Longest wait for another rank.
+            checkpoints of several loops. Default: None.
+        timeout_minutes: Longest wait for another rank. Default: 30.
+
+    Returns:
+        The manifest of the checkpoint.
 
     Raises:
-        SaveFailed: On all ranks, with the first cause or the rank that did not arrive; nothing was left behind.
-        DirectoryTaken: On all ranks; another job is writing this name.
-        UnsavableExtra, UnsavableOptimizer: `extra` or the optimizer holds a value of a type that cannot be written; on
-            all ranks.
+        SaveFailed: The save failed on a rank, a rank did not arrive, or the path exists; nothing was left behind.
+        DirectoryTaken: Another job is writing this name.
+        UnsavableExtra: `extra` or `rank_extra` holds a value of a type that cannot be written.
+        UnsavableOptimizer, ModelError: The optimizer or the model holds a tensor or value that cannot be written.
+        ConfigError: The URL cannot be opened.
     """
     options = SaveOptions(rank_extra=rank_extra, assets=assets, frozen=frozen, parent=parent)
     with joint_call("checkpoint.save", timeout_minutes, SaveFailed) as (ranks, reached):
@@ -121,7 +126,7 @@ def save_in_background(
     timeout_minutes: float = 30.0,
     **options: Unpack[SaveOptions],
 ) -> PendingSave:
-    """Copy what `save` would write, and return while a thread writes it over a separate process group.
+    """Copy the tensors of a checkpoint, and return while a thread writes the copy over a separate process group.
 
     One save runs at a time; this call waits for the previous one. Ask for the result before the default process group
     is destroyed.
@@ -130,11 +135,13 @@ def save_in_background(
         path, model, optimizer, extra, timeout_minutes: As in `save`.
         options: rank_extra, assets, frozen and parent, as in `save`.
 
+    Returns:
+        The pending save, whose `result()` waits for the manifest and raises the error of a failed save.
+
     Raises:
-        SaveFailed, DirectoryTaken: The previous save failed, and its result was not asked for; on all ranks. No new
-            save was started.
-        UnsavableExtra, UnsavableOptimizer: `extra` or the optimizer holds a value of a type that cannot be written; on
-            all ranks.
+        SaveFailed, DirectoryTaken: The previous save failed, and its result was not asked for, or a rank did not
+            arrive. No new save was started.
+        UnsavableExtra, UnsavableOptimizer, ModelError: As in `save`.
     """
     before = _newest[-1] if _newest else None
     outcome = None if before is None else before.outcome()
@@ -170,6 +177,7 @@ class Restored:
     notes: tuple[str, ...]
     """Declared deviations, and hyper-parameters that differ."""
     manifest: Manifest
+    """Manifest of the checkpoint."""
 
 
 def load(
@@ -181,19 +189,26 @@ def load(
     hyperparameters: Literal["live", "checkpoint"] = "live",
     timeout_minutes: float = 30.0,
 ) -> Restored:
-    """Verify a checkpoint and load it, on any number of ranks.
+    """Verify a checkpoint and load it, all ranks together, on any number of ranks.
 
     Model and optimizer are not changed before all bytes that are needed have been read and verified.
 
     Args:
         path: The checkpoint's directory or URL, as in `save`.
-        model, optimizer: Built as for training; their gradients do not matter.
-        declared: Patterns of parameters that may differ between checkpoint and model.
-        hyperparameters: Whether betas, epsilon and the like stay as they are ("live") or come from the checkpoint.
-        timeout_minutes: Longest wait for another rank.
+        model: The model to fill, plain or sharded by FSDP2 in any way.
+        optimizer: The optimizer to fill; gradients do not matter. Default: None, the model alone.
+        declared: Patterns of parameters that may differ between checkpoint and model. Default: None, no difference.
+        hyperparameters: Whether betas, epsilon and the like stay as they are ("live", the default) or come from the
+            checkpoint ("checkpoint").
+        timeout_minutes: Longest wait for another rank. Default: 30.
+
+    Returns:
+        The values that `save` was given, and notes about the load.
 
     Raises:
-        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was changed.
+        NoCheckpoint, OtherFormat: The path holds no checkpoint, or one of another version's format.
+        CheckpointCorrupt, CheckpointUnreadable: Bytes differ from those that were written, or cannot be read.
+        CheckpointMismatch: The checkpoint does not fit the model or optimizer, in a way that was not declared.
         RankFailed: Another rank did not arrive; the message names it.
     """
     with joint_call("checkpoint.load", timeout_minutes, RankFailed) as (ranks, _):
@@ -225,12 +240,15 @@ def verify(path: str, level: verification.Level = "tensors") -> Manifest:
 
     Args:
         path: The checkpoint's directory or URL, as in `save`.
-        level: "names" compares names and sizes of files, "files" also their hashes, "tensors" also the header of every
-            file of tensors and every chunk in it.
+        level: "names" compares names and sizes of files, "files" also their hashes, "tensors", the default, also the
+            header of every file of tensors and every chunk in it.
+
+    Returns:
+        The manifest of the checkpoint.
 
     Raises:
-        NoCheckpoint: The path holds no checkpoint.
-        CheckpointCorrupt: Something differs; the message names the file or tensor.
+        NoCheckpoint, OtherFormat: The path holds no checkpoint, or one of another version's format.
+        CheckpointCorrupt, CheckpointUnreadable: A file or tensor differs, or cannot be read; the message names it.
     """
     storage, name = place_of(path)
     return verification.verify_checkpoint(storage, name, level)
@@ -247,18 +265,21 @@ def rehearse(  # noqa: PLR0913 - a public verb; its options are keywords
     keep: int = 3,
     timeout_minutes: float = 30.0,
 ) -> RehearsalReport:
-    """Save, verify and load a trial checkpoint before training, and delete it again.
+    """Save, verify and load a trial checkpoint before training, all ranks together, and delete it again.
 
     Args:
         path: The directory or URL in which checkpoints will be saved.
-        model, optimizer: Built as for training; nothing in them changes.
-        extra, rank_extra, assets: Arguments that `save` will be given.
-        keep: Number of checkpoints that will be kept; there must be room for two more.
-        timeout_minutes: Longest wait for another rank.
+        model, optimizer: The arguments of later saves; nothing in them changes.
+        extra, rank_extra, assets: The arguments of later saves, as in `save`.
+        keep: Number of checkpoints that will be kept; there must be room for two more. Default: 3.
+        timeout_minutes: Longest wait for another rank. Default: 30.
+
+    Returns:
+        Size and times of the trial checkpoint, in bytes and seconds.
 
     Raises:
-        RehearsalFailed: On all ranks, with the parameter or file and what to do.
-        UnsavableExtra: `extra` holds a value of a type that cannot be written; on all ranks.
+        RehearsalFailed: The trial failed; the message names the parameter or file and what to do.
+        UnsavableExtra, UnsavableOptimizer, ModelError: As in `save`.
         RankFailed: Another rank did not arrive; the message names it.
     """
     with joint_call("checkpoint.rehearse", timeout_minutes, RankFailed) as (ranks, _):
@@ -280,7 +301,7 @@ def clean(path: str) -> None:
         path: The directory or URL that contains the checkpoints.
 
     Raises:
-        DirectoryTaken: A run of Holdfast is using the directory.
+        DirectoryTaken: A run of Holdfast is using the directory; nothing was removed.
     """
     storage = open_storage(path)
     if storage.exists(""):
@@ -293,10 +314,6 @@ def place_of(path: str) -> tuple[Storage, str]:
     scheme, colon, location = str(path).rpartition("://")
     full_path = PurePosixPath(location)
     return open_storage(f"{scheme}{colon}{full_path.parent}"), full_path.name
-
-
-class UnsavableExtra(UserError):  # noqa: N818 - the name says what is wrong
-    """`extra` holds a value of a type that cannot be written to a checkpoint."""
 
 
 def _encoded_extra(value: Any) -> Any:

@@ -106,6 +106,7 @@ class PendingSave:
 
     def __init__(self, path: str, saver: BackgroundSaver[Manifest]) -> None:
         self.path = path
+        """Path of the checkpoint, as `save_in_background` received it."""
         self.asked = False
         """Whether the caller has asked for the outcome on this rank."""
         self._saver = saver
@@ -117,10 +118,13 @@ class PendingSave:
         return self._outcome is not None or self._saver.status != "running"
 
     def result(self) -> Manifest:
-        """Wait for the end of the save and return the manifest that was written.
+        """Wait for the end of the save.
+
+        Returns:
+            The manifest of the checkpoint.
 
         Raises:
-            SaveFailed, DirectoryTaken: As `save`.
+            SaveFailed, DirectoryTaken: The save failed, as in `save`; the same error at every call.
         """
         outcome = self.outcome()
         self.asked = True
@@ -129,7 +133,11 @@ class PendingSave:
         return outcome
 
     def outcome(self) -> Manifest | HoldfastError:
-        """Wait for the end of the save and return the manifest, or the error of a failed save."""
+        """Wait for the end of the save, and raise nothing.
+
+        Returns:
+            The manifest of the checkpoint, or the error of a failed save.
+        """
         if self._outcome is None:
             try:
                 self._outcome = self._saver.collect()

@@ -41,3 +41,7 @@ class CheckpointMismatch(UserError):
 
 class DirectoryTaken(UserError):
     """Another job is writing to the run directory."""
+
+
+class UnsavableExtra(UserError):
+    """`extra` holds a value of a type that cannot be written to a checkpoint."""

@@ -16,43 +16,46 @@ EnvironmentFault = Literal["timeout", "died", "raised", "malformed"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What a turn asks of a tool."""
+    """A call of a tool, as a policy wrote it in a turn."""
 
     name: str
+    """Name of the tool."""
     arguments: Mapping[str, Any]
+    """Arguments by parameter, as JSON holds them."""
     mistake: str = ""
-    """Why it is no call that could be made; "" if it is one."""
+    """Reason why the text could not be read as a call; "" if it could."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a policy said."""
+    """A turn of the policy."""
 
     number: int
-    """0 for the first."""
+    """Index of the turn in its episode, from 0."""
     text: str
-    """Special tokens left out."""
+    """Text without special tokens."""
     calls: tuple[ToolCall, ...] = ()
+    """Calls of tools, in the order of the text."""
     finish: str = "stop"
-    """Why it ended: stop or length."""
+    """Reason of the end: "stop", or "length" where the turn was cut at `rollout.max_new_tokens`."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What comes of a turn."""
+    """The result of a turn."""
 
     messages: Sequence[Message] | str = ()
-    """What the policy reads next; a text is one message of role `user`."""
+    """Messages that the policy reads next; a text is one message of role `user`. Not empty unless `done`."""
     reward: float = 0.0
-    """Added up over the episode."""
+    """Finite number, which is added to the reward of the episode."""
     done: bool = False
     """Whether the episode ends here."""
     info: Mapping[str, float] = field(default_factory=dict)
-    """Numbers for metrics; the last of each name counts."""
+    """Numbers for the metrics `environment/info/NAME`; the last of each name counts."""
 
 
 class Environment(Protocol):
-    """A world for one episode, made anew for each.
+    """A world for one episode, made anew for each. An exception in a method ends the episode as a fault.
 
     Its public methods beyond these, with types, are tools that the policy may call. A turn with calls runs them, and
     any other turn is a `step`; without a `step` it ends the episode. A class attribute `replayable = True` promises
@@ -60,13 +63,27 @@ class Environment(Protocol):
     """
 
     def begin(self, row: Mapping[str, Any]) -> Sequence[Message] | str | None:
-        """Start from a row; return messages that follow its prompt, or None. A parameter `seed` is given if asked."""
+        """Start the episode.
+
+        Args:
+            row: Columns of the row. A second parameter, `seed`, receives an integer if the method has it.
+
+        Returns:
+            Messages that follow the row's prompt; a text is one message of role `user`. None: no messages.
+        """
 
     def step(self, turn: Turn) -> Observation:
-        """Take a turn."""
+        """Take a turn without calls of tools.
+
+        Args:
+            turn: The turn of the policy.
+
+        Returns:
+            The messages, reward and end that follow from the turn.
+        """
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release the resources of the episode; optional."""
 
 
 @dataclass(frozen=True)

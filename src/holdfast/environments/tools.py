@@ -30,12 +30,15 @@ class Tool:
     """A function that a policy may call."""
 
     name: str
+    """Name of the function."""
     function: Callable[..., Any]
-    """Its first parameter is the environment where it is a method."""
+    """The function itself; the first parameter of a method is its environment."""
     schema: Mapping[str, Any]
+    """JSON schema of the function, in the form of transformers' `get_json_schema`."""
     types: Mapping[str, TypeAdapter[Any]]
-    """By parameter; strict, so that "3" is no 3."""
+    """Validator of each parameter by its name; strict, so that "3" is no 3."""
     is_method: bool = False
+    """Whether the function is a method of an environment."""
 
 
 class CallMistake(ValueError):
@@ -51,10 +54,19 @@ class UnknownTool(CallMistake):
 
 
 def tool_of(function: Callable[..., Any], subject: str, *, is_method: bool = False) -> Tool:
-    """Return a function as a tool.
+    """Make a tool of a function, with a schema from its signature and its docstring in Google's form.
+
+    Args:
+        function: A function or coroutine with a type for every parameter.
+        subject: Name of the function's file or section, the first words of an error.
+        is_method: Whether the first parameter is an environment, which the schema leaves out. Default: False.
+
+    Returns:
+        The tool.
 
     Raises:
-        CannotStart: A parameter has no type, or one that JSON has no words for, or the function is a generator.
+        CannotStart: A parameter has no type, a type without a JSON schema, or no name of its own, as `*args`; or the
+            function is a generator.
     """
     name = getattr(function, "__name__", "")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):

@@ -16,19 +16,24 @@ from holdfast.types import Batch, Scores
 
 
 class Tokens(NamedTuple):
-    """The data of the scored tokens besides their scores: weights, per-token columns, sequences."""
+    """Weights, columns and sequences of the N scored tokens of a micro-batch."""
 
     weights: Tensor
-    """[N]"""
+    """[N] weight of each token in the loss"""
     per_token: Mapping[str, Tensor]
-    """[N] each: advantages, sampler log-probabilities and other columns of the batch"""
+    """[N] each: columns of the batch by name, e.g. `advantages`, `sampler_logprobs`, `reference_logprobs`"""
     sequence: Tensor
-    """[N] int64, which sequence of the micro-batch the token belongs to; a sequence is never split over two"""
+    """[N] int64, index of the token's sequence in the micro-batch, ascending; a micro-batch holds whole sequences"""
     sequences: int
-    """Sequences of the micro-batch."""
+    """Number of sequences of the micro-batch."""
 
     def part(self, start: int, end: int) -> Tokens:
-        """Return tokens start..end-1."""
+        """Return a range of the tokens.
+
+        Args:
+            start: Index of the first token.
+            end: Index behind the last token.
+        """
         return Tokens(
             self.weights[start:end],
             {name: values[start:end] for name, values in self.per_token.items()},
@@ -61,15 +66,34 @@ class Objective(Protocol):
     def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:
         """Return the loss of each token, unweighted and differentiable in `logprobs` (and `entropy`).
 
-        All tensors are [n]: a chunk of the scored tokens if `separable`, all of them otherwise.
+        Args:
+            logprobs: [n] log-probabilities in nats. n is a chunk of the scored tokens if `separable`, else all of them.
+            entropy: [n] entropies in nats; None unless `needs_entropy`.
+            tokens: Weights and columns of the same n tokens.
+
+        Returns:
+            [n] terms. Weights and the division are applied later.
         """
 
     def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
-        """Return detached metrics as [2] tensors (total, denominator); the same names on every rank."""
+        """Return detached metrics of a micro-batch.
+
+        Args:
+            scores: Scores of all N scored tokens.
+            tokens: Weights and columns of the same tokens.
+
+        Returns:
+            [2] tensors (total, denominator) by name, as `ratio` makes them; the same names on every rank.
+        """
 
 
 def ratio(total: Tensor, denominator: Tensor | float) -> Tensor:
-    """Return a metric as the [2] tensor (total, denominator), in float64 so that long sums keep their digits."""
+    """Return a metric as the [2] tensor (total, denominator), in float64 so that long sums keep their digits.
+
+    Args:
+        total: [] sum over the tokens of a micro-batch; it is detached.
+        denominator: Number of tokens, or another sum, that the total is divided by after both are summed over ranks.
+    """
     total = total.detach().to(torch.float64)
     return torch.stack([total, torch.as_tensor(denominator, dtype=torch.float64, device=total.device)])
 
@@ -79,7 +103,11 @@ LIMIT = 20.0
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Return exp of a log ratio held within +-20 nats; beyond that its gradient is 0."""
+    """Return exp of a log ratio held within +-20 nats; beyond that its gradient is 0.
+
+    Args:
+        log_ratio: Differences of log-probabilities, in nats, of any shape.
+    """
     return log_ratio.clamp(-LIMIT, LIMIT).exp()
 
 
@@ -116,18 +144,33 @@ def carried(name: str, logprobs: Tensor, tokens: Tokens) -> Tensor:
 
 
 def sequence_sum(values: Tensor, tokens: Tokens) -> Tensor:
-    """Return [N]: for every token the sum over its sequence."""
+    """Return [N]: for every token the sum over its sequence.
+
+    Args:
+        values: [N] a number for each scored token.
+        tokens: All scored tokens of the micro-batch, not a chunk.
+    """
     totals = torch.zeros(tokens.sequences, dtype=values.dtype, device=values.device)
     return totals.index_add(0, tokens.sequence, values)[tokens.sequence]
 
 
 def sequence_lengths(tokens: Tokens, like: Tensor) -> Tensor:
-    """Return [N]: for every token the number of scored tokens of its sequence."""
+    """Return [N]: for every token the number of scored tokens of its sequence.
+
+    Args:
+        tokens: All scored tokens of the micro-batch, not a chunk.
+        like: [N] tensor whose dtype and device the result has.
+    """
     return sequence_sum(torch.ones_like(like), tokens)
 
 
 def sequence_mean(values: Tensor, tokens: Tokens) -> Tensor:
-    """Return [N]: for every token the mean over its sequence."""
+    """Return [N]: for every token the mean over its sequence.
+
+    Args:
+        values: [N] a number for each scored token.
+        tokens: All scored tokens of the micro-batch, not a chunk.
+    """
     return sequence_sum(values, tokens) / sequence_lengths(tokens, values)
 
 

@@ -29,7 +29,7 @@ class Answers:
     log_ratios: Tensor
     """`logps` less those under the reference; `logps` alone without a reference."""
     lengths: Tensor
-    """Trained tokens."""
+    """Number of trained tokens of the answer."""
 
     @property
     def mean_logps(self) -> Tensor:
@@ -42,7 +42,12 @@ class Answers:
         return self.logps
 
     def every(self, step: int, first: int = 0) -> Answers:
-        """Return the answers first, first + step, first + 2 step and so on."""
+        """Return the answers first, first + step, first + 2 step and so on.
+
+        Args:
+            step: Distance between two answers.
+            first: Index of the first answer. Default: 0.
+        """
         return Answers(self.logps[first::step], self.log_ratios[first::step], self.lengths[first::step])
 
 
@@ -97,17 +102,33 @@ class Pairs(NamedTuple):
     """The two sides of P pairs, [P] each."""
 
     chosen: Answers
+    """Answers that should win."""
     rejected: Answers
+    """Answers to the same prompts that should lose."""
 
 
 class PairLoss(Protocol):
     """A loss of pairs."""
 
     def losses(self, pairs: Pairs) -> Tensor:
-        """Return [P] losses, differentiable."""
+        """Return the loss of each pair.
+
+        Args:
+            pairs: The P pairs of a micro-batch.
+
+        Returns:
+            [P] losses, differentiable in the answers' log-probabilities.
+        """
 
     def rewards(self, answers: Answers) -> Tensor:
-        """Return [P]: the reward that the loss implies for an answer, for metrics."""
+        """Return the reward that the loss implies for each answer, for metrics.
+
+        Args:
+            answers: One side of the pairs.
+
+        Returns:
+            [P] rewards, as beta times the log ratio in DPO.
+        """
 
 
 def _log_ratios(answers: Answers, lengths: Lengths) -> Tensor:

@@ -162,12 +162,15 @@ class PolicyGradient:
     """
 
     surrogate: Surrogate
+    """Loss without regularisers."""
     kl: KLConfig = KLConfig()
-    """Its coefficient is the present one, see `with_coefficients`."""
+    """Section `kl` with the present coefficient, see `with_coefficients`."""
     entropy: EntropyConfig = EntropyConfig()
-    """Its weight is the present one, see `with_coefficients`."""
+    """Section `entropy` with the present coefficient, see `with_coefficients`."""
     correction: CorrectionConfig = NoCorrectionConfig()
+    """Section `correction`."""
     off_policy_mask: OffPolicyMaskConfig = OffPolicyMaskConfig()
+    """Section `off_policy_mask`."""
     shapes_advantages: bool = True
     """Whether a KL outside the loss is taken from advantages here; else they were made of rewards that hold it."""
 
@@ -210,7 +213,12 @@ class PolicyGradient:
         return self.entropy.top_quantile < 1
 
     def with_coefficients(self, kl: float, entropy: float) -> Self:
-        """Return the objective with other weights of KL and entropy, as controllers set them."""
+        """Return the objective with other weights of KL and entropy, as controllers set them.
+
+        Args:
+            kl: Coefficient of the KL term.
+            entropy: Coefficient of the entropy bonus.
+        """
         return replace(
             self,
             kl=self.kl.model_copy(update={"coefficient": kl}),

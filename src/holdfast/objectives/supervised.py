@@ -59,7 +59,12 @@ class DynamicFineTuning(NegativeLogLikelihood):
 
 
 def supervised_sums(scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
-    """Return nll, mean_token_accuracy and, where it was computed, entropy over trained tokens."""
+    """Return the metrics nll, mean_token_accuracy and, where it was computed, entropy.
+
+    Args:
+        scores: [N] scores of the trained tokens.
+        tokens: The same tokens.
+    """
     count = float(tokens.weights.numel())
     sums = {
         "nll": ratio(-scores.logprobs.sum(dtype=torch.float64), count),

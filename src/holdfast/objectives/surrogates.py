@@ -22,12 +22,13 @@ class Actions(NamedTuple):
     """Scored tokens as actions of the policy."""
 
     logprobs: Tensor
-    """[N], differentiable while terms are formed"""
+    """[N] log-probabilities under the policy, in nats; differentiable while terms are formed"""
     log_ratio: Tensor
     """[N] log policy - log proximal policy, in nats; exactly 0, with gradient 1, in the first update of a rollout"""
     advantages: Tensor
-    """[N]"""
+    """[N] advantage of each token, a constant of the update"""
     tokens: Tokens
+    """Weights, columns and sequences of the same tokens."""
 
 
 class Surrogate(Protocol):
@@ -38,10 +39,18 @@ class Surrogate(Protocol):
         """Whether a token's term depends on other tokens of its sequence."""
 
     def terms(self, actions: Actions) -> Tensor:
-        """Return [N] terms to be minimised, unweighted."""
+        """Return [N] terms to be minimised, unweighted.
+
+        Args:
+            actions: Scored tokens: all of a micro-batch if `needs_whole_sequences`, else any chunk of them.
+        """
 
     def sums(self, actions: Actions) -> dict[str, Tensor]:
-        """Return detached metrics as [2] tensors (total, denominator); the same names for every batch."""
+        """Return detached metrics as [2] tensors (total, denominator); the same names for every batch.
+
+        Args:
+            actions: All scored tokens of a micro-batch.
+        """
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,12 @@ class SAPO:
 
 
 def clip_sums(low: Tensor, high: Tensor) -> dict[str, Tensor]:
-    """Return the shares of tokens that are clipped from below, from above, and at all; both masks are [N] bool."""
+    """Return the shares of tokens that are clipped from below, from above, and at all.
+
+    Args:
+        low: [N] bool, whether a token's ratio is clipped at the lower bound.
+        high: [N] bool, whether it is clipped at the upper bound.
+    """
     tokens = float(low.numel())
     return {
         "clip_ratio/low_mean": ratio(low.sum(), tokens),
@@ -268,8 +282,11 @@ class GSPO:
     """
 
     low: float = 3e-4
+    """Distance of the lower bound of s below 1."""
     high: float = 4e-4
+    """Distance of the upper bound of s above 1."""
     needs_whole_sequences: bool = True
+    """As in `Surrogate`."""
 
     def terms(self, actions: Actions) -> Tensor:
         """Return [N] terms, equal within a sequence whose advantage is."""

@@ -23,10 +23,11 @@ class RunProgress:
     """Progress of the run, under the names of TRL's trainer_state."""
 
     global_step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     max_steps: int = 0
     """Number of steps of the whole run; 0 if unknown."""
     epoch: float | None = None
+    """Number of passes over the rows so far; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,27 @@ class Sample:
     """One completion to score."""
 
     sample_id: int
+    """Number of the completion, the same on every number of ranks."""
     prompt: str
+    """Text of the prompt."""
     completion: str
+    """Text of the completion; of an episode, its last answer."""
     prompt_tokens: list[int]
+    """Token ids of the prompt."""
     completion_tokens: list[int]
+    """Token ids of the completion."""
     finish: str
-    """Why the completion ended: stop, length, abort or error."""
+    """Reason of the end: "stop", "length", "abort" or "error"."""
     row: Mapping[str, Any]
-    """Every column of the prompt's row. Plain values: what they need to be unpickled is imported in the workers."""
+    """Columns of the prompt's row. Plain values: what they need to be unpickled is imported in the workers."""
     progress: RunProgress = RunProgress()
+    """Progress of the run."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """Of an episode, the whole conversation; `completion` is its last answer."""
+    """Conversation of an episode; None of a single answer."""
     prompt_messages: int = 0
-    """Of these, those that it began with."""
+    """Number of leading `messages` that are the prompt."""
     environment_reward: float | None = None
-    """Of an episode, what its environment gave."""
+    """Reward of an episode's environment, summed over its turns; None of a single answer."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,11 @@ class RequestImages:
     """The images of a prompt for an engine whose own processor reads them."""
 
     prompt_id: int
+    """Number of the prompt, for errors."""
     prompt: PromptImages
+    """Sources and digests of the images, in the order of the prompt."""
     files: ImageFiles
-    """Opens what rows name."""
+    """Reader of the sources."""
 
     @cached_property
     def urls(self) -> tuple[str, ...]:
@@ -57,9 +59,11 @@ class Request:
     """One prompt, and a seed for each completion of it."""
 
     request_id: int
+    """Number of the request, which its completions repeat."""
     prompt: NDArray[np.int64]
-    """[P], at least one token"""
+    """[P] token ids, at least one"""
     seeds: tuple[int, ...]
+    """Seed of each completion; their number is the number of completions."""
     model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Inputs only the model understands, such as those of the prompt's images."""
     positions: NDArray[np.int64] | None = None
@@ -72,13 +76,15 @@ class Sampled(NamedTuple):
     """One completion."""
 
     request_id: int
+    """Number of the request."""
     place: int
     """Index of the request's seed."""
     tokens: NDArray[np.int64]
-    """[C], the stop token included"""
+    """[C] token ids, the stop token included"""
     logprobs: NDArray[np.float32]
-    """[C], under the distribution the token was drawn from"""
+    """[C] log-probabilities in nats, under the distribution that the token was drawn from"""
     finish: Finish
+    """Reason of the end."""
     weights_version: int
     """Version of the weights that sampled the first token."""
     segments: tuple[tuple[int, int], ...] = ()
@@ -110,22 +116,39 @@ class AheadEngine(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Samples completions."""
+    """A sampler of completions."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over unsharded tensors by canonical name, and discard everything computed with older weights."""
+        """Copy new weights, and discard everything computed with older ones.
+
+        Args:
+            tensors: Pairs of a canonical name and an unsharded tensor. Every step of the iteration gathers shards from
+                all ranks, so the engine iterates within this call.
+            version: Number of optimizer updates that the weights have had.
+        """
 
     def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
-        """Accept requests."""
+        """Accept requests; `collect` samples their completions.
+
+        Args:
+            requests: Prompts of this rank; there may be none.
+            sampling: Temperature, largest length, stop texts and the other keys of the section `rollout`.
+        """
 
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all completions of the submitted requests, ordered by request and place.
 
-        Once `interrupted` returns True, completions that are not finished are returned with `Finish.ABORT`.
+        Args:
+            interrupted: Asked between tokens. Once it returns True, completions that are not finished are returned
+                with `Finish.ABORT`. Default: never.
         """
 
     def sleep(self) -> bool:
-        """Free memory until the next weights arrive; return whether the present weights were freed too."""
+        """Free memory until the next weights arrive.
+
+        Returns:
+            Whether the present weights were freed too, so that new ones must arrive before the next request.
+        """
 
     def close(self) -> None:
         """Release all resources."""

@@ -52,14 +52,16 @@ class EvaluateRun(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """The result of a run, the same on every rank."""
 
     step: int
+    """Number of steps done, those before a resume included."""
     metrics: dict[str, float]
-    """The last value of every metric."""
+    """Last value of every metric by its name."""
     stopped: str | None
-    """Why the run stopped early; None if it reached its end."""
+    """Reason of an early stop; None if the run reached its end."""
     directory: str
+    """Path of the run's directory."""
     export: str | None
     """Path of the exported model; None if none was exported."""
     export_command: str | None = None

@@ -67,7 +67,9 @@ class Manifest:
     """The contents of manifest.json: everything about a checkpoint but the values of its tensors."""
 
     run_id: str
+    """Identity of the run; of a loop of one's own, the directory of its checkpoints."""
     step: int
+    """Number of updates done."""
     contents: tuple[str, ...]
     """Which of model, adapter, optimizer, trainer, rank and companions the checkpoint holds."""
     files: Mapping[str, FileEntry]
@@ -75,16 +77,19 @@ class Manifest:
     tensors: Mapping[str, TensorEntry]
     """Tensors by their stored names: model.<parameter> and optim.<parameter>.<key>"""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Other names of a tied parameter, by its canonical name."""
     optimizer: Mapping[str, Any] | None = None
     """Class of the optimizer, its groups, its values that are not tensors, and records of quantised tensors."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Axis name to size."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of Python and of libraries by name."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Metrics of this step; None where a number was not finite."""
     parent: str | None = None
     """Hash of the manifest of the checkpoint this run saved or loaded before."""
     parent_step: int | None = None
+    """Step of that checkpoint."""
     finite: bool = True
     """Whether no tensor holds NaN or infinity."""
     deviations: tuple[str, ...] = ()
@@ -94,6 +99,7 @@ class Manifest:
     seconds: float = 0.0
     """Duration of the save until the manifest was written."""
     format: int = FORMAT
+    """Number of the format of checkpoints."""
 
     def __repr__(self) -> str:
         """Return one line: the names and hashes of every file and tensor fill screens."""

@@ -84,6 +84,7 @@ class RehearsalReport:
     copy_seconds: float
     """Time of the copy, for which training waits in a background save."""
     save_seconds: float
+    """Time of a save that does not run in the background."""
     load_seconds: float
     """Time of loading, verification included."""
     outline: Outline
@@ -92,7 +93,12 @@ class RehearsalReport:
     """Time to pin the host memory of the copy, once in a process; 0 where no tensor is on a device."""
 
     def describe(self, *, ranks: int, background: bool) -> str:
-        """Return one line for the start of a run."""
+        """Return one line for the start of a run.
+
+        Args:
+            ranks: Number of ranks; more ranks fail more often, so the suggested interval between saves is shorter.
+            background: Whether saves run in the background, so that training waits for the copy alone.
+        """
         waits = self.copy_seconds if background else self.save_seconds
         interval = best_interval(waits, _HOURS_BETWEEN_FAILURES * 3600 / ranks)
         pinned = f", after {self.pinning_seconds:.2f} s once to pin host memory" if self.pinning_seconds else ""

@@ -318,7 +318,7 @@ def character_tokenizer(further: tuple[str, ...] = ()) -> Any:
     character becomes `<unk>`. There is no beginning-of-sequence token, so a prompt is its characters and nothing else.
 
     Args:
-        further: Special tokens after all others.
+        further: Special tokens after all others. Default: none.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

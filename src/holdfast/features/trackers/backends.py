@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.features.trackers.content import COLUMNS, TrackedRun, flat
 from holdfast.features.trackers.environment import setting
@@ -23,22 +23,6 @@ from holdfast.text.escaping import escaped
 
 REWIND = "event/rewind"
 """The metric that says at step N: what was logged for later steps is void, they are made again."""
-
-
-class Backend(Protocol):
-    """One tracker. Of several values that are logged for the same step and name, the last counts."""
-
-    settle_seconds: float
-    """After so long, what was written survives a kill of the process."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take numbers of a step; steps may come again, and go back."""
-
-    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take completions of a step as rows of `COLUMNS`."""
-
-    def close(self, status: str) -> None:
-        """Finish: `finished`, `failed`, or `killed` where the run did not say."""
 
 
 class CsvTracker:

@@ -1,11 +1,11 @@
-"""Selects the data that trackers receive: an allow-list of facts about a run, and completions as table rows."""
+"""The data that trackers receive, by an allow-list: facts about a run, metrics, and completions as table rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.config.public import public_configuration
 from holdfast.config.yaml12 import parse_file
@@ -25,12 +25,50 @@ class TrackedRun:
     """The facts about a run that a tracker receives when it opens."""
 
     run_id: str
-    """The same after every resume."""
+    """Identity of the run, the same after every resume."""
     name: str
+    """Value of `run.name`."""
     folder: Path
-    """The tracker's own, below the run's directory."""
+    """Folder of this tracker, below the run's directory."""
     configuration: Mapping[str, Any]
+    """Public keys of the configuration, nested as in YAML; empty if `metrics.track` leaves `configuration` out."""
     versions: Mapping[str, str]
+    """Version of each library by its name; empty if `metrics.track` leaves `versions` out."""
+
+
+class Backend(Protocol):
+    """One tracker. Of several values that are logged for the same step and name, the last counts.
+
+    A class of a user is called with a `TrackedRun` and the keyword arguments of its section. It may leave out
+    `settle_seconds`, which is then 30, and `completions`.
+    """
+
+    settle_seconds: float
+    """Seconds after which a kill of the process loses nothing of what was written."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step.
+
+        Args:
+            step: Step of the run. It may repeat, and it goes back after a resume.
+            metrics: Number of each metric by its name; NaN for a number that is not finite.
+        """
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record completions of a step.
+
+        Args:
+            step: As in `write`.
+            rows: At most 64 rows of `step`, `prompt`, `completion` and `reward`, which is None without a score. Of
+                each text the last 1,000 characters are given.
+        """
+
+    def close(self, status: str) -> None:
+        """Finish the record.
+
+        Args:
+            status: "finished", "failed", or "killed" if the run reported neither.
+        """
 
 
 def describe(directory: Path, folder: Path, allowed: set[str]) -> TrackedRun:

@@ -29,8 +29,8 @@ from holdfast.config.sections.metrics import MetricsConfig, UserTrackerConfig
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.features.trackers import backends
-from holdfast.features.trackers.backends import REWIND, Backend
-from holdfast.features.trackers.content import MOST_ROWS, completion_row, describe
+from holdfast.features.trackers.backends import REWIND
+from holdfast.features.trackers.content import MOST_ROWS, Backend, completion_row, describe
 from holdfast.files import open_regular, parse_json, read_json
 from holdfast.metrics.sink import METRICS, SAMPLES
 

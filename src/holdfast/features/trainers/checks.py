@@ -20,6 +20,7 @@ class CheckResult:
     """The result of a check; it is true if the check found no problem."""
 
     well: bool
+    """Whether the check found no problem."""
     message: str
     """The cause, and what to do."""
 
@@ -33,10 +34,16 @@ class CheckResult:
 
 
 def reference_is_sharded(model: nn.Module) -> CheckResult:
-    """Say whether a model that is only read is sharded, layer by layer, and frozen.
+    """Check that a reference model is sharded, layer by layer, and frozen.
 
     accelerate's `prepare_model(evaluation_mode=True)` leaves FSDP out without a word: every rank then holds all of the
     model, on the CPU.
+
+    Args:
+        model: The reference model, under FSDP1 or FSDP2.
+
+    Returns:
+        A result that is true if the model is sharded and frozen.
     """
     parameters = dict(model.named_parameters())
     if not parameters:
@@ -69,15 +76,18 @@ def reference_is_sharded(model: nn.Module) -> CheckResult:
 
 
 def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> CheckResult:
-    """Say whether the backward pass recomputes what the forward pass computed: the same gradients with and without.
+    """Check that activation checkpointing changes no gradient: the backward pass recomputes the forward pass.
 
-    Nothing in the model changes: gradients that it had come back. Every rank calls it, with its own batch. Where the
-    answer is no, since the backward pass of a sharded model failed, FSDP was left in the middle of it: mend the cause
-    and build the model anew.
+    Nothing in the model changes: its earlier gradients are restored. Every rank calls this function, with its own
+    batch. If the backward pass of a sharded model fails, FSDP stays in the middle of it: mend the cause and build the
+    model anew.
 
     Args:
-        model: As it is trained, with activation checkpointing on; its output has a `loss`.
-        batch: Keyword arguments of its forward pass, labels among them.
+        model: The model as it is trained, with activation checkpointing on; its output has a `loss`.
+        batch: Keyword arguments of the model's forward pass, labels among them.
+
+    Returns:
+        A result that is true if gradients agree within 1e-5 of their norm.
     """
     before = {name: value.grad for name, value in model.named_parameters()}
     state = torch.get_rng_state()

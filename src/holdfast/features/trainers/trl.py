@@ -32,15 +32,19 @@ _PROGRESS = "trainer_state.json"
 
 
 def protect(trainer: Trainer, *, rehearse: bool = True) -> Trainer:
-    """Have a trainer save and resume through Holdfast; it is changed, and returned.
+    """Make a trainer save and resume by Holdfast.
 
     Args:
-        trainer: Under FSDP2, on one process, or with DDP; also one of TRL's.
-        rehearse: Save, verify and load once before the first step, and leave nothing behind.
+        trainer: A trainer of transformers or TRL, on one process, with DDP or under FSDP2. It is changed in place.
+        rehearse: Whether a trial checkpoint is saved, verified, loaded and deleted before the first step. Default:
+            True.
+
+    Returns:
+        The same trainer.
 
     Raises:
-        UnsuitableTrainer: It uses DeepSpeed, or FSDP1, whose state cannot be saved here; or it saves weights alone, or
-            wants the best model of its own files back.
+        UnsuitableTrainer: The trainer uses DeepSpeed or FSDP1, has `save_only_model` set, or has
+            `load_best_model_at_end` set under FSDP. A `UserError`; nothing was changed.
     """
     if trainer.is_deepspeed_enabled:
         raise UnsuitableTrainer(
