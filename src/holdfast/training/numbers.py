@@ -13,7 +13,7 @@ import torch
 from holdfast.metrics.health import SLOWEST, SLOWEST_RATIO, STRAGGLER_STEPS
 from holdfast.metrics.throughput import peak_flops
 from holdfast.parallel.collectives import RankGroup
-from holdfast.training.run import Logbook, Run, Training
+from holdfast.training.run import Logbook, Training
 from holdfast.training.step import Update
 from holdfast.types import Batch
 
@@ -104,26 +104,22 @@ class NumbersOfSteps:
 
 def measurements(training: Training, line: dict[str, float]) -> dict[str, float]:
     """Return times, throughput and memory since the last step."""
-    times = training.run.log.clock.read()
+    run, cost = training.run, training.model.cost
+    times = run.log.clock.read()
     tokens = line.get("data/tokens", 0.0)
     seconds = max(times["step_time"], 1e-9)
     measured = {**times, "throughput/tokens_per_second": tokens / seconds}
-    cost, flops_per_second = training.model.cost, _peak_flops(training.run)
+    flops_per_second = run.config.metrics.peak_flops
+    if flops_per_second is None and run.world.device.type == "cuda":
+        flops_per_second = peak_flops(torch.cuda.get_device_name(run.world.device))
     if flops_per_second is not None and tokens and cost is not None:
         flops = cost.flops(tokens, line.get("data/mean_length", 0.0))
-        measured["throughput/mfu"] = flops / seconds / (flops_per_second * training.run.world.size)
-    if training.run.world.device.type == "cuda":
-        measured["memory/peak_gib"] = training.run.log.peaks.largest / 2**30
+        measured["throughput/mfu"] = flops / seconds / (flops_per_second * run.world.size)
+    if run.world.device.type == "cuda":
+        measured["memory/peak_gib"] = run.log.peaks.largest / 2**30
     else:
         measured["memory/resident_gib"] = psutil.Process().memory_info().rss / 2**30
     return measured
-
-
-def _peak_flops(run: Run) -> float | None:
-    """Return what one device can do."""
-    if run.config.metrics.peak_flops is not None or run.world.device.type != "cuda":
-        return run.config.metrics.peak_flops
-    return peak_flops(torch.cuda.get_device_name(run.world.device))
 
 
 class Stragglers:

@@ -154,7 +154,8 @@ class Decoding:
     def _begin(self, admitted: Sequence[tuple[Waiting, int]]) -> list[tuple[DecodedRow, Finish]]:
         """Compute texts that have not been, draw the rows' first tokens, and return those that end with it."""
         if new := [waiting for waiting, _ in admitted if waiting.hidden is None]:
-            self._compute(new)
+            self._take_blocks(new)
+            compute_texts(self.predictor, self.on_device.cache, new)
         texts = [waiting for waiting, count in admitted for _ in range(count)]
         lengths, ahead = [waiting.length for waiting in texts], [waiting.ahead for waiting in texts]
         rows = [waiting.rows.popleft() for waiting in texts]
@@ -200,11 +201,6 @@ class Decoding:
             waiting.blocks = self._blocks.take(self._blocks.needed(waiting.length))
         self.on_device.fit_memory()
         self.on_device.cache.clear([waiting.blocks[-1] for waiting in several])
-
-    def _compute(self, several: Sequence[Waiting]) -> None:
-        """Compute texts, in blocks of their own."""
-        self._take_blocks(several)
-        compute_texts(self.predictor, self.on_device.cache, several)
 
     def _join(self, state: RowState, going: Sequence[tuple[DecodedRow, Waiting, int, int]]) -> None:
         """Take rows into slots.
