@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.metrics.health import STRAGGLER_STEPS
 from holdfast.parallel.collectives import RankGroup
-from holdfast.training.stragglers import Stragglers, slowest
+from holdfast.training.numbers import Stragglers, slowest
 
 
 def work(world: Any, busy: int) -> list[dict[str, float]]:

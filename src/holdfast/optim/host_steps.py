@@ -46,7 +46,10 @@ class HostSteps:
     def __init__(self, optimizer: Optimizer) -> None:
         keep_state_on_host(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._pairs = {id(parameter): _pair(parameter) for parameter in parameters}
+        self._pairs = {
+            id(parameter): _Pair(parameter, nn.Parameter(_on_host(parameter)), _on_host(parameter))
+            for parameter in parameters
+        }
         self._on_device = any(local_part(parameter.data).device.type == "cuda" for parameter in parameters)
         self._stream: torch.cuda.Stream | None = None
         self._last = False
@@ -127,10 +130,6 @@ class HostSteps:
         self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
             to.copy_(of, non_blocking=True)
-
-
-def _pair(parameter: nn.Parameter) -> _Pair:
-    return _Pair(parameter, nn.Parameter(_on_host(parameter)), _on_host(parameter))
 
 
 def _on_host(parameter: nn.Parameter) -> Tensor:

@@ -184,11 +184,16 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
     # Cleared and updated in place, since an optimizer that wraps another one shares its `state` dictionary.
     optimizer.state.clear()
     optimizer.state.update({key: value for key, value in as_built.items() if names.get(id(key)) not in by_name})
-    on_device = _counting_on_device(optimizer)
+    # torch keeps step counters on the host, unless a fused kernel counts them.
+    on_device = {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
     for name, parameter in by_name.items():
         state: dict[str, Any] = {}
         for key, tensor in saved.tensors.get(name, {}).items():
-            # torch keeps step counters on the host, unless a fused kernel counts them.
             device = state_device(optimizer, parameter) if id(parameter) in on_device else "cpu"
             state[key] = tensor if tensor.ndim else tensor.to(device)
         state |= {key: decode(value) for key, value in saved.values.get(name, {}).items()}
@@ -262,15 +267,6 @@ def hyperparameter_changes(live: Sequence[GroupState], saved: Sequence[GroupStat
                 if key not in NOT_CHOSEN and old != value:
                     changes.setdefault(f"{key}: {decode(old)} in the checkpoint, {decode(value)} now", name)
     return [f"{change} (for {name} and its group)" for change, name in changes.items()]
-
-
-def _counting_on_device(optimizer: Optimizer) -> set[int]:
-    return {
-        id(parameter)
-        for group in optimizer.param_groups
-        if group.get("fused") or group.get("capturable")
-        for parameter in group["params"]
-    }
 
 
 def _as_built(state: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The collectives of context parallelism: ranks that share every packed row (DeepSpeed-Ulysses, arXiv:2309.14509).
+"""Context parallelism: ranks that share every packed row (DeepSpeed-Ulysses, arXiv:2309.14509).
 
 Each rank of a context group has an equal span of the row's positions. Everything but attention works position by
 position and needs no other span. Before attention an all-to-all exchanges spans of all heads for the whole row of some
@@ -14,6 +14,46 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import ConfigError
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.setup.model import Blueprint
+from holdfast.parallel.mesh import World, context_mesh
+
+
+def join_context(config: TrainingConfig, world: World, origin: Blueprint, policy: PolicyModel) -> None:
+    """Give a policy the group of ranks that share its rows, if there is one; all ranks call this together.
+
+    Raises:
+        ConfigError: Its rows cannot be shared.
+    """
+    if config.parallel.context > 1:
+        _refuse(config.parallel.context, origin, policy)
+        policy.context = ContextGroup(context_mesh(config.parallel, world).get_group("context"))
+        if world.is_first:
+            print(f"every packed row is shared by {config.parallel.context} ranks (parallel.context)", flush=True)
+        if world.is_first and world.local_size and world.local_size % config.parallel.context:
+            print(
+                f"note: this machine has {world.local_size} ranks, so some groups of parallel.context="
+                f"{config.parallel.context} cross machines, and exchange queries, keys and values over the network.",
+                flush=True,
+            )
+
+
+def _refuse(context: int, origin: Blueprint, policy: PolicyModel) -> None:
+    name, key = origin.family.name, f"parallel.context: {context}"
+    text: Any = origin.skeleton.config.get_text_config()
+    if policy.padded:
+        reason = origin.family.why_not_packed or "data.packing or model.attention says so"
+        raise ConfigError(f"{key} splits packed rows, and {name} is not packed: {reason}. Leave parallel.context out.")
+    heads = int(text.num_attention_heads)
+    if heads % context:
+        divisors = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
+        raise ConfigError(
+            f"{key} gives each rank as many attention heads, and {name} has {heads}. Set parallel.context to one of "
+            f"{divisors}, and launch.ranks to a multiple of it."
+        )
 
 
 class ContextGroup:

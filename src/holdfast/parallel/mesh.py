@@ -248,10 +248,8 @@ def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
     return _mesh(world, mesh_shape(parallel, world.size), (AXES[0], AXES[1]))
 
 
-def context_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh | None:
-    """Return the mesh whose axis `context` joins this rank with those that share its rows; None for one rank alone."""
-    if parallel.context == 1:
-        return None
+def context_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
+    """Return the mesh whose axis `context` joins this rank with those that share its rows."""
     return _mesh(world, (world.size // parallel.context, parallel.context), ("data", "context"))
 
 

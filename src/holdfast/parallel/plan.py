@@ -179,7 +179,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     _refuse_split_ties(parameters, groups)
     trained = any(parameter.trainable for parameter in parameters)
     numbers = [parameter for parameter in parameters if not parameter.stands_for]
-    storage = _storage(numbers, trained)
+    storage = {parameter.dtype for parameter in numbers if parameter.trainable or not trained}
     wide = "float64" if "float64" in storage else "float32"
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
     last_only = _reduce_last_only(config, storage)
@@ -203,10 +203,6 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
         copied=read == "copies",
     )
-
-
-def _storage(numbers: Sequence[ParameterInfo], trained: bool) -> set[str]:
-    return {parameter.dtype for parameter in numbers if parameter.trainable or not trained}
 
 
 def _read_alone(

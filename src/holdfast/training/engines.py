@@ -62,9 +62,16 @@ def open_engine(
     """
     section, run = rollout.engine, model.run
     with run.ranks.together():
-        _refuse_endless(model, rollout)
-        if isinstance(section, VLLMEngineConfig):
-            _refuse_unserved(model)
+        if not stop_tokens(model.blueprint) and not rollout.stop:
+            raise ConfigError(
+                "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no "
+                "text. Give the tokenizer an eos_token, or set rollout.stop."
+            )
+        if isinstance(section, VLLMEngineConfig) and model.plan.compute_dtype not in {"float32", "bfloat16"}:
+            raise ConfigError(
+                f"rollout.engine: vllm computes in float32 or bfloat16, and this run in {model.plan.compute_dtype}. "
+                "Set parallel.compute_dtype."
+            )
     if isinstance(section, VLLMEngineConfig):  # its servers are asked by all ranks together
         served: RolloutEngine = registry.load(registry.ENGINES[section.kind])(model, section, stops_of(model))
         return served
@@ -79,27 +86,6 @@ def open_engine(
             case UserEngineConfig():
                 engine = _user_engine(section, run.base)
     return engine
-
-
-def _refuse_endless(model: Model, rollout: EngineConfig) -> None:
-    if not stop_tokens(model.blueprint) and not rollout.stop:
-        raise ConfigError(
-            "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no "
-            "text. Give the tokenizer an eos_token, or set rollout.stop."
-        )
-
-
-def _refuse_unserved(model: Model) -> None:
-    """Refuse what servers do not do.
-
-    Raises:
-        ConfigError: The run needs it.
-    """
-    if model.plan.compute_dtype not in {"float32", "bfloat16"}:
-        raise ConfigError(
-            f"rollout.engine: vllm computes in float32 or bfloat16, and this run in {model.plan.compute_dtype}. Set "
-            "parallel.compute_dtype."
-        )
 
 
 _MEMBERS = ("update_weights", "submit", "collect", "sleep", "close")

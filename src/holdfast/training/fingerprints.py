@@ -77,10 +77,12 @@ def identity(
     data["data.sources weights"] = json.dumps([source.weight for source in config.data.all_sources()])
     model = origin.original_config.to_dict()
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
-    model |= _adapters(config)
+    if config.model.lora is not None:
+        model["model.lora"] = _text(config.model.lora)
     if _starts_from_files(config):
         model["model.path"] = weights_fingerprint(origin, config.seed)
-    model |= _adapter_of_reference(setting)
+    if _has_reference(config) and (mark := adapter_fingerprint(setting)):
+        model["model.lora.path"] = mark
     rules = {IMAGE_RULES: json.dumps(dict(image_rules), sort_keys=True)} if image_rules else {}
     return {
         "data": data,
@@ -90,13 +92,6 @@ def identity(
         | {"model.dropout": str(config.model.dropout)},
         "objective": _loss(config),
     }
-
-
-def _adapters(config: TrainingConfig) -> dict[str, str]:
-    lora = config.model.lora
-    if lora is None:
-        return {}
-    return {"model.lora": _text(lora)}
 
 
 def _text(section: Section, **options: Any) -> str:
@@ -190,11 +185,6 @@ def weights_fingerprint(origin: Blueprint, seed: int) -> str:
     if origin.directory is None:
         return f"random start of seed {seed}"
     return files_fingerprint(origin.directory)
-
-
-def _adapter_of_reference(setting: ConfiguredRun) -> dict[str, str]:
-    mark = adapter_fingerprint(setting) if _has_reference(setting.config) else ""
-    return {"model.lora.path": mark} if mark else {}
 
 
 def adapter_fingerprint(setting: ConfiguredRun) -> str:

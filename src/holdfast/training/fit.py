@@ -14,7 +14,7 @@ from holdfast.training import directory
 from holdfast.training.control import Control, Decision, StopRequests
 from holdfast.training.forms import FormNews, record_forms, resume_forms
 from holdfast.training.journal import Journal
-from holdfast.training.numbers import NumbersOfSteps, measurements
+from holdfast.training.numbers import NumbersOfSteps, Stragglers, measurements
 from holdfast.training.profiling import StepProfiler
 from holdfast.training.run import StepAbandoned, Training
 from holdfast.training.saving.checkpoints import Checkpoints
@@ -27,7 +27,6 @@ from holdfast.training.saving.exports import (
     rename_final_export,
 )
 from holdfast.training.step import Update
-from holdfast.training.stragglers import Stragglers
 from holdfast.training.watched import (
     OWED,
     follows_steps,

@@ -183,7 +183,11 @@ class Journal:
             self._warn(step, line, alarms)
             self._training.run.log.batches.clear()
         if evaluated:
-            displayed = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
+            displayed = {
+                name: value
+                for name, value in evaluated.items()
+                if not name.endswith(_NOT_TOLD) and (value != 0 or not name.endswith(_TOLD_IF_ANY))
+            }
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in displayed.items())
             self.say(f"evaluation at step {step}: {text}")
 
@@ -324,10 +328,6 @@ def _health_of(training: Training) -> Health:
     scores = training.run.config.scores
     text = training.model.blueprint.skeleton.config.get_text_config()
     return Health(None if scores else getattr(text, "vocab_size", None))
-
-
-def _is_shown(name: str, value: float) -> bool:
-    return not name.endswith(_NOT_TOLD) and (value != 0 or not name.endswith(_TOLD_IF_ANY))
 
 
 def _record_batch(training: Training, step: int) -> str:

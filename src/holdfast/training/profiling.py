@@ -7,7 +7,6 @@ pytorch.org/memory_viz. Profiling slows the steps it sees and changes no number.
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -53,14 +52,10 @@ class StepProfiler:
             folder.mkdir(exist_ok=True)
             profile.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
             if self._cuda:
-                _write_memory(folder / f"rank-{rank}.memory.pickle")
+                torch.cuda.memory._dump_snapshot(str(folder / f"rank-{rank}.memory.pickle"))  # type: ignore[no-untyped-call]  # torch's
+                with suppress(RuntimeError):
+                    torch.cuda.memory._record_memory_history(enabled=None)
             message = f"steps {self._first} to {self._last} are profiled in {folder}; open a trace in ui.perfetto.dev"
         except (OSError, RuntimeError) as error:
             message = f"warning: the profile could not be written: {error}"
         self._run.log.messages.append(message)
-
-
-def _write_memory(path: Path) -> None:
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # torch's
-    with suppress(RuntimeError):
-        torch.cuda.memory._record_memory_history(enabled=None)

@@ -117,14 +117,11 @@ def _failure_report(run_directory: Path) -> str | None:
         try:
             values = read_json(path)
             order = values["kind"] == "peer", float(values["time"])
-            reports.append((order, _first_line(f"Rank {values['rank']}: {values['type']}: {values['message']}")))
+            text = f"Rank {values['rank']}: {values['type']}: {values['message']}"
+            reports.append((order, text.strip().partition("\n")[0]))
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return min(reports)[1] if reports else None
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:

@@ -76,14 +76,9 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
     layer_counts = [f"{len(targets)} layers"] * bool(targets) + [f"{len(stacks)} stacks of experts"] * bool(stacks)
     name = "lora (DoRA)" if section.dora else "lora"
     note = f"{name}: rank {section.rank} on {' and '.join(layer_counts)}, {parameters:,} parameters trained{left_out}"
-    note += _unused_library()
+    if reason := broken("bitsandbytes"):  # peft would import it
+        note += f"; {reason} and is not used"
     return note if section.quantize is None else f"{note}; {_quantised(model, section, storage)}"
-
-
-def _unused_library() -> str:
-    """Return what to say of a bitsandbytes that peft would import and that cannot be."""
-    reason = broken("bitsandbytes")
-    return f"; {reason} and is not used" if reason else ""
 
 
 def _inject(model: Any, **settings: Any) -> None:

@@ -219,7 +219,11 @@ def completion_reply(  # noqa: PLR0913 - the parts of a reply
         decode: Tokens to text; with False, special ones are kept.
     """
     tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
-    content = [_token_logprob(decode([token], False), logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+    texts = [decode([token], False) for token in tokens]
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, logprobs, strict=True)
+    ]
     finish = "length" if sampled.finish is Finish.LENGTH else "stop"
     choice = {
         "index": 0,
@@ -239,10 +243,6 @@ def completion_reply(  # noqa: PLR0913 - the parts of a reply
         "usage": {**counts, "total_tokens": sum(counts.values())},
         "prompt_token_ids": prompt,
     }
-
-
-def _token_logprob(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
 
 
 def as_read_again(message: Mapping[str, Any]) -> Message:

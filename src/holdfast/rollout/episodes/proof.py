@@ -49,7 +49,11 @@ def proved_syntax(
             raise _history_mistake(template, history, with_tools=bool(tools))
         writer = TurnTemplate(template, tools, ends, history.splits_at)
         parse = proved_parser(template, writer, tools)
-        _refuse_unproved(template, writer.prove(observations))
+        if difference := writer.prove(observations):
+            raise ConfigError(
+                f"environment: turns joined token by token differ from the whole conversation by {template.name}: "
+                f"{difference}. Set data.chat_template to one whose answers end with a special token."
+            )
     except TemplateRefuses as refusal:
         raise ConfigError(
             f"environment: {template.name} cannot write an episode: {refusal}. Set data.chat_template to one that can."
@@ -74,14 +78,6 @@ def _history_mistake(template: ChatTemplate, history: History, *, with_tools: bo
         "reads later. Set data.chat_template to a jinja file that writes a conversation turn by turn as it was said, "
         "or environment.history: split, which trains an episode as several samples."
     )
-
-
-def _refuse_unproved(template: ChatTemplate, difference: str) -> None:
-    if difference:
-        raise ConfigError(
-            f"environment: turns joined token by token differ from the whole conversation by {template.name}: "
-            f"{difference}. Set data.chat_template to one whose answers end with a special token."
-        )
 
 
 def unwritable_name(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> str | None:

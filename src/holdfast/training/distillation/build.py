@@ -135,16 +135,12 @@ def objective_of_samples(config: DistillConfig, teacher: Teacher) -> Comparison:
 
 
 def _divergence(config: DistillConfig) -> Distillation:
-    return Distillation(_beta(config), config.distill.temperature, config.distill.sft_weight)
-
-
-def _beta(config: DistillConfig) -> float:
-    """Return which of the divergences over whole distributions is meant."""
     match config.distill.loss:
         case JSDConfig() as section:
-            return section.beta
+            beta = section.beta
         case section:
-            return 0.0 if section.kind == "forward_kl" else 1.0
+            beta = 0.0 if section.kind == "forward_kl" else 1.0
+    return Distillation(beta, config.distill.temperature, config.distill.sft_weight)
 
 
 def _look_at_rows(config: DistillConfig, setup: RunSetup, origin: Blueprint) -> None:

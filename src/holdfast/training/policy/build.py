@@ -94,7 +94,9 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
         **vars(training_of(setup, evaluation, stream)), reference=reference, user_advantage=advantage
     )
     evaluation.stream = training.stream
-    training.ahead = _ahead(config, evaluation.sampler)
+    if config.rollout.max_staleness:
+        assert isinstance(evaluation.sampler.engine, AheadEngine)
+        training.ahead = CompletionsAhead(evaluation.sampler.engine, config)
     training.model.following = following_of(reference, config.reference)
     if config.critic is not None:
         add_critic(training, config.critic, live)
@@ -196,13 +198,6 @@ def _objective(config: GRPOConfig, setup: RunSetup) -> Objective:
                     "loss, and leave the section out."
                 )
     return setup.live.objective or policy_objective(config, setup.run)
-
-
-def _ahead(config: GRPOConfig, sampler: Sampler) -> CompletionsAhead | None:
-    if not config.rollout.max_staleness:
-        return None
-    assert isinstance(sampler.engine, AheadEngine)
-    return CompletionsAhead(sampler.engine, config)
 
 
 def _user_advantage(config: GRPOConfig, run: Run) -> Callable[[Groups], RewardMatrix] | None:

@@ -7,8 +7,7 @@ and `train_step` updates it like any other model. Schulman et al., "Proximal Pol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,8 +47,10 @@ def add_critic(training: PolicyTraining, section: CriticConfig, live: Live, buil
         ConfigError, ModelError, PlanError: The critic cannot be built, or reads other tokens than the policy writes;
             the same on all ranks.
     """
-    with _errors_of_critic():
+    try:
         critic = _critic(training, section, live, build)
+    except (ConfigError, ModelError, PlanError) as error:  # its configuration keys are not those of the policy
+        raise type(error)(f"The critic (section critic) cannot be built: {error}") from error
     training.companions[CRITIC] = critic
     training.model.state.companions[CRITIC] = critic.state
 
@@ -119,15 +120,6 @@ def _check_tokens(policy: Blueprint, critic: Blueprint) -> None:
 
 def _token_text(tokens: dict[int, Any], number: int) -> str:
     return repr(tokens[number]) if number in tokens else "none"
-
-
-@contextmanager
-def _errors_of_critic() -> Iterator[None]:
-    """Say in errors that they are about the critic, whose configuration keys are not those of the policy."""
-    try:
-        yield
-    except (ConfigError, ModelError, PlanError) as error:
-        raise type(error)(f"The critic (section critic) cannot be built: {error}") from error
 
 
 _Numbers = NDArray[np.float64]
@@ -244,7 +236,8 @@ def stand_still(training: PolicyTraining, mini_batches: Sequence[MiniBatch]) -> 
 
 def _estimate(objective: Objective, section: GAEAdvantageConfig, batch: Batch) -> _Estimates:
     values, rewards = (
-        _numbers(column) for column in (_scored_values(batch, "values"), _token_rewards(objective, batch))
+        host_value(column, "values and rewards of tokens, for advantages")
+        for column in (_scored_values(batch, "values"), _token_rewards(objective, batch))
     )
     sequence = host_value(batch.sequence_ids.flatten()[batch.scored], "sequences of tokens, for advantages")
     advantages = generalised_advantages(rewards, values, sequence, section.gamma, section.lam)
@@ -263,11 +256,6 @@ def _token_rewards(objective: Objective, batch: Batch) -> Tensor:
 def _scored_values(batch: Batch, name: str) -> Tensor:
     """Return [N] values of the chosen tokens in float64."""
     return batch.per_token[name].flatten()[batch.scored].to(torch.float64)
-
-
-def _numbers(values: Tensor) -> _Numbers:
-    numbers: _Numbers = host_value(values, "values and rewards of tokens, for advantages")
-    return numbers
 
 
 def _carried(batch: Batch, estimate: _Estimates, keeps_proximal: bool) -> Batch:

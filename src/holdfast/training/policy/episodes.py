@@ -111,7 +111,12 @@ class LocalEpisodes:
             aborted = any(episode.finish is Finish.ABORT for episode in loop.episodes)
             if any(run.ranks.gather(aborted)):
                 raise StepAbandoned
-            refuse_nan(policy.model, _with_nan(loop.episodes))
+            with_nan = {
+                episode.request.prompt_id
+                for episode in loop.episodes
+                if any(np.isnan(sample.logprobs).any() for sample in episode.samples)
+            }
+            refuse_nan(policy.model, with_nan)
             return _groups(prompts, loop.episodes, sampling, tokenizer)
 
     @contextmanager
@@ -262,15 +267,6 @@ class AgentEpisodes(LocalEpisodes):
 
     def check_rows(self, run: Run, prompts: Sequence[Prompt]) -> None:
         """Look at none: what an agent does with a row is seen when it asks."""
-
-
-def _with_nan(episodes: Sequence[Episode]) -> set[int]:
-    """Return the ids of prompts with an episode whose log-probabilities are NaN."""
-    return {
-        episode.request.prompt_id
-        for episode in episodes
-        if any(np.isnan(sample.logprobs).any() for sample in episode.samples)
-    }
 
 
 def _groups(

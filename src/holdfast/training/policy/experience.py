@@ -245,7 +245,8 @@ def _compared_with_itself(
 ) -> list[MiniBatch]:
     """Add the policy's log-probabilities before its first update on the rollout, if the objective needs them."""
     section, updates = training.config.objective, training.config.updates.count
-    charged, masked = _needs_of(objective)
+    charged = isinstance(objective, PolicyGradient) and objective.charged_to_rewards
+    masked = isinstance(objective, PolicyGradient) and objective.needs_entropy_mask
     several = updates > 1 or charged
     if not (several or masked or isinstance(section, ByCovariance)):
         return mini_batches
@@ -264,13 +265,6 @@ def _compared_with_itself(
             _with_entropy_mask(training, mini_batch, training.config.entropy.top_quantile) for mini_batch in result
         ]
     return result if several else [_with_column(mini_batch, "proximal_logprobs", None) for mini_batch in result]
-
-
-def _needs_of(objective: Objective) -> tuple[bool, bool]:
-    """Return whether the KL is charged to rewards beforehand, and whether tokens are masked by entropy."""
-    if not isinstance(objective, PolicyGradient):
-        return False, False
-    return objective.charged_to_rewards, objective.needs_entropy_mask
 
 
 def _with_entropy_mask(training: PolicyTraining, mini_batch: MiniBatch, share: float) -> MiniBatch:

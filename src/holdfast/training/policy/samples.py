@@ -20,7 +20,6 @@ from holdfast.text.escaping import escaped
 from holdfast.text.shortening import shortened
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyTraining
-from holdfast.training.run import Logbook
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _LONGEST = 160
@@ -66,15 +65,12 @@ def tell_samples(training: PolicyTraining, rollout: Rollout) -> None:
     )
     tokens = _tokens(training, rollout, samples)
     if samples:
-        _queue(training.run.log, samples, tokens)
+        log = training.run.log
+        for item in samples:
+            log.samples.append(sample_line(item, tokens.get(item.sample_id)))
+            log.sample_images |= {image_name(image): image for image in item.images}
         if config.show:
-            training.run.log.messages.append(sample_table(choose_samples(samples, config.show), step, terminal_width()))
-
-
-def _queue(log: Logbook, samples: Sequence[SampleRow], tokens: Mapping[int, list[list[Any]]]) -> None:
-    for item in samples:
-        log.samples.append(sample_line(item, tokens.get(item.sample_id)))
-        log.sample_images |= {image_name(image): image for image in item.images}
+            log.messages.append(sample_table(choose_samples(samples, config.show), step, terminal_width()))
 
 
 def _tokens(training: PolicyTraining, rollout: Rollout, samples: Sequence[SampleRow]) -> dict[int, list[list[Any]]]:

@@ -187,7 +187,9 @@ class Checkpoints:
     def _start(self, *, has_checkpoints: bool) -> None:
         training = self._training
         if not has_checkpoints:
-            self._check_not_lost()
+            lost = training.run.ranks.on_first_rank(lambda: directory.last_saved(training.run.directory))
+            if lost is not None:
+                raise self._leases.gone(lost)
         source = (training, self._storage, self._ranks, self.session.run_id)
         restored, is_same_run = go_on_from(*source, has_checkpoints=has_checkpoints)
         if restored is not None:
@@ -207,12 +209,6 @@ class Checkpoints:
             return
         if self._config.init_from is not None:
             self._deviations = start_from(training, self._config.init_from, self._ranks)
-
-    def _check_not_lost(self) -> None:
-        training = self._training
-        lost = training.run.ranks.on_first_rank(lambda: directory.last_saved(training.run.directory))
-        if lost is not None:
-            raise self._leases.gone(lost)
 
     def rehearse(self, requests: StopRequests) -> None:
         """Save, verify and load once before anything is trained (`training/saving/rehearsals.py`).

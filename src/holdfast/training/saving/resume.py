@@ -104,7 +104,9 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
     saved_settings: dict[str, Any] = {}
     with training.run.ranks.together():
         saved_settings |= saved_settings_of(storage, name, manifest)
-        accepted += _check_identity(training, f"{storage.root}/{name}", manifest, run_id, saved_settings)
+        changes = changed_fingerprints(manifest.fingerprints, training.identity, training.run.config)
+        changes = {**changes, **_other_run(training, manifest, run_id, saved_settings)}
+        accepted += _check_declared(training, f"{storage.root}/{name}", changes)
     loaded = load_state(
         storage,
         name,
@@ -185,14 +187,6 @@ def start_from(training: Training, checkpoint: str, ranks: RankGroup) -> tuple[s
     source = recordable(checkpoint)
     say(training, f"weights from {source} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
     return (f"weights from {source} ({loaded.manifest.hash})", *loaded.deviations)
-
-
-def _check_identity(
-    training: Training, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
-) -> list[str]:
-    """Return a line for each difference that the configuration declares."""
-    changes = changed_fingerprints(manifest.fingerprints, training.identity, training.run.config)
-    return _check_declared(training, checkpoint, {**changes, **_other_run(training, manifest, run_id, saved_settings)})
 
 
 def _other_run(

@@ -35,13 +35,13 @@ from holdfast.models.layers.routers import RouterLoss, choose_router_loss
 from holdfast.models.setup.model import Blueprint, set_storage, storage_of
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.compiler import BlockCompiler
+from holdfast.parallel.context import join_context
 from holdfast.parallel.forms import Forms
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import materialise
 from holdfast.training.run import Model, Run
 from holdfast.training.setup.compiled import check_compiled
-from holdfast.training.setup.context import join_context
 from holdfast.training.setup.gradient_check import Gradients, check_gradients
 from holdfast.training.setup.head import check_head_form, choose_head_form
 from holdfast.training.setup.shard_plan import make_plan

@@ -81,7 +81,9 @@ def open_data(run: ConfiguredRun, rows: Any = None, *, training: bool = True) ->
     formats: dict[str, RowFormat] = {
         source.name: section.rows for source, section in zip(sources, sections, strict=False)
     }
-    _refuse_same_names([source.name for source in sources])
+    names = [source.name for source in sources]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise DataError(f"Two sources are called {twice!r}; give one of them another data.sources name.")
     evaluation = {
         name: open_source(section, base, task_kind, key=f"evaluation.sets.{name}")
         for name, section in config.evaluation.sets.items()
@@ -101,12 +103,6 @@ def task_rows(config: TrainingConfig) -> TaskRows:
     if not isinstance(config, DPOConfig):
         return "answers"
     return "pairs" if config.preference.takes_pairs else "labels"
-
-
-def _refuse_same_names(names: Sequence[str]) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"Two sources are called {twice!r}; give one of them another data.sources name.")
 
 
 def _cut_validation(sources: Sequence[Source], share: float) -> tuple[list[Source], dict[str, Source]]:

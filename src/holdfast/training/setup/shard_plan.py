@@ -61,17 +61,12 @@ def make_plan(
         ends=_ends(policy, {id(module): canonical_name(name) for name, module in runs}),
         compiled=compiled,
     )
-    if packs and plan.sharded:
-        _refuse_bytes()
-    return plan
-
-
-def _refuse_bytes() -> None:
-    if Version(torch.__version__).release < _SHARDS_OF_BYTES:
+    if packs and plan.sharded and Version(torch.__version__).release < _SHARDS_OF_BYTES:
         raise PlanError(
             f"model.lora.quantize: torch {torch.__version__} cannot shard tensors of bytes. Install a newer one "
             "(pip install -U 'torch>=2.13'), or use one rank."
         )
+    return plan
 
 
 def _ends(policy: PolicyModel, paths: Mapping[int, str]) -> ModelEnds:
