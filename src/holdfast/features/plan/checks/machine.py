@@ -113,8 +113,8 @@ def look_at_devices(launch: LaunchConfig) -> Iterator[Finding]:
     elif gpus and not visible:
         fix = "Install a CUDA build of torch that this driver can run."
         yield warn("devices", f"{unused}: the run would compute on the CPU", fix)
-    elif ranks * launch.threads_per_rank > cores:
-        text = f"{ranks} ranks with {launch.threads_per_rank} threads each share {host}"
+    elif ranks * (launch.named_threads or 1) > cores:
+        text = f"{ranks} ranks with {launch.named_threads or 1} threads each share {host}"
         yield warn("devices", text, "Lower launch.ranks or launch.threads_per_rank.")
     else:
         yield ok("devices", f"no GPU is used; {host}")
