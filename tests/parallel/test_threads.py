@@ -16,7 +16,8 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.forms import Candidate, Forms
-from holdfast.parallel.threads import given_threads, usable_cores
+from holdfast.parallel.processor import bfloat16_gain, bfloat16_unit, usable_cores
+from holdfast.parallel.threads import given_threads
 from tests.cli.fixtures import HOLDFAST
 
 
@@ -62,13 +63,29 @@ def test_control_groups_take_cores_away(tmp_path: Path, limits: dict[str, str], 
 
 
 def test_an_affinity_of_one_core_is_one_core() -> None:
-    code = "from holdfast.parallel.threads import usable_cores; print(usable_cores())"
+    code = "from holdfast.parallel.processor import usable_cores; print(usable_cores())"
     first = min(os.sched_getaffinity(0))
     command = ["taskset", "-c", str(first), sys.executable, "-c", code]
 
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
 
     assert found.stdout.split() == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "unit"),
+    [("fpu avx512_bf16 amx_bf16", "AMX"), ("fpu avx512_bf16", "AVX512-BF16"), ("fpu avx2 amx_bf", ""), (None, "")],
+)
+def test_the_unit_that_multiplies_bfloat16_is_named(tmp_path: Path, flags: str | None, unit: str) -> None:
+    file = tmp_path / "cpuinfo"
+    if flags is not None:
+        file.write_text(f"processor\t: 0\nflags\t\t: {flags}\nprocessor\t: 1\nflags\t\t: fpu\n")
+
+    assert bfloat16_unit(file) == unit
+
+
+def test_the_gain_of_bfloat16_is_a_ratio_of_times() -> None:
+    assert 0.001 < bfloat16_gain() < 1000
 
 
 def resumed(recorded: dict[str, int], share: int) -> tuple[int, list[str]]:

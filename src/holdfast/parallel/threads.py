@@ -6,19 +6,17 @@ at the start, recorded, and a resumed run uses the same.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.forms import Candidate, Forms, Standing, timed_rounds
+from holdfast.parallel.processor import usable_cores
 
 _SIZE = 1024
 """Rows and columns of the matrices that are multiplied while threads are timed: about 0.03 s for one thread."""
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def given_threads(launch: LaunchConfig, environ: Mapping[str, str]) -> int | None:
@@ -27,32 +25,6 @@ def given_threads(launch: LaunchConfig, environ: Mapping[str, str]) -> int | Non
         return launch.threads_per_rank
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
     return int(first) if first.isdecimal() and int(first) else None
-
-
-def usable_cores(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the cores that this process may use: those of its affinity, less what control groups leave out."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min([cores, *map(int, _quotas(cgroups, own))]))
-
-
-def _quotas(cgroups: Path, own: Path) -> list[float]:
-    """Return the cores that each control group around this process may use, where it has a limit."""
-    try:
-        paths = [line.split(":", 2)[2].strip("/") for line in own.read_text().splitlines() if line.startswith("0::")]
-    except (OSError, IndexError):
-        paths = []
-    found = []
-    for path in paths or [""]:
-        folder = cgroups / path
-        for group in (folder, *folder.parents):
-            if not group.is_relative_to(cgroups):
-                break
-            try:
-                quota, period = (group / "cpu.max").read_text().split()
-                found.append(int(quota) / int(period))
-            except (OSError, ValueError, ZeroDivisionError):  # no limit, or no such file
-                continue
-    return found
 
 
 def choose_threads(forms: Forms, ranks: RankGroup, local_ranks: int) -> Standing | None:

@@ -99,8 +99,10 @@ def look_at_devices(launch: LaunchConfig) -> Iterator[Finding]:
     """Count devices, and compare with the ranks that are asked for."""
     import torch
 
+    from holdfast.parallel.processor import bfloat16_unit, usable_cores
+
     gpus, visible, ranks = cuda_devices(), torch.cuda.is_available(), resolve_ranks(launch)
-    cores = len(os.sched_getaffinity(0))
+    cores, unit = usable_cores(), bfloat16_unit()
     host = f"{cores} cores, {size_words(psutil.virtual_memory().total)} of memory"
     if visible and launch.device != "cpu":
         yield _on_gpus(ranks, host)
@@ -117,7 +119,8 @@ def look_at_devices(launch: LaunchConfig) -> Iterator[Finding]:
         text = f"{ranks} ranks with {launch.named_threads or 1} threads each share {host}"
         yield warn("devices", text, "Lower launch.ranks or launch.threads_per_rank.")
     else:
-        yield ok("devices", f"no GPU is used; {host}")
+        advice = f"; {unit} multiplies bfloat16, by parallel.compute_dtype: bfloat16" if unit else ""
+        yield ok("devices", f"no GPU is used; {host}{advice}")
 
 
 def _on_gpus(ranks: int, host: str) -> Finding:
