@@ -122,7 +122,7 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(
-    environ: Mapping[str, str], rank: int, ranks: int, store: Path, threads: int, directory: Path
+    environ: Mapping[str, str], rank: int, ranks: int, store: Path, threads: int | None, directory: Path
 ) -> dict[str, str]:
     """Return the environment of one rank: the user's own, plus what `torch.distributed` and Holdfast read.
 
@@ -130,7 +130,7 @@ def rank_environment(
         environ: The user's environment.
         rank, ranks: Number of this rank and number of ranks.
         store: Path of the store's file, through which ranks meet.
-        threads: OpenMP threads of each rank.
+        threads: OpenMP threads of each rank; None for those of the user's environment.
         directory: The launch directory.
     """
     return {
@@ -144,7 +144,7 @@ def rank_environment(
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         STORE_VARIABLE: str(store),
-        "OMP_NUM_THREADS": str(threads),
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         # The Rust tokenizers warn, and may deadlock, in a process that forks after they have started threads.
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",

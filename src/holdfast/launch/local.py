@@ -57,7 +57,7 @@ def launch_local(
         ConfigError: The parent of the run directory cannot be written.
     """
     environ = os.environ if environ is None else environ
-    start = _Start(command, ranks, launch.threads_per_rank, environ, patience or holdfast.patience.current)
+    start = _Start(command, ranks, launch.named_threads, environ, patience or holdfast.patience.current)
     with LaunchDirectory(run_directory) as directory:
         mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
         with Guard(mark, environ) as guard, StopSignals() as stops:
@@ -73,7 +73,7 @@ class _Start:
 
     command: Sequence[str]
     ranks: int
-    threads: int
+    threads: int | None
     environ: Mapping[str, str]
     patience: Patience
 

@@ -1,10 +1,10 @@
 """The optional forms of a computation: one rule decides which of them a run uses.
 
 An optional form computes what its plain form computes, in less time if all goes well. It is compared with the plain
-form first. On a GPU it is also timed against it, and has to win every round. It is used if it agrees and wins on all
-ranks, and on none otherwise. What is used decides the order in which numbers are added up: it is recorded with the run
-and its checkpoints, and a resumed run uses the same. A form that fails later is given up on its rank, and the run goes
-on by the plain form.
+form first. On a GPU it is also timed against it, and has to win every round; the number of threads is timed on a CPU.
+It is used if it agrees and wins on all ranks, and on none otherwise. What is used decides the order in which numbers
+are added up: it is recorded with the run and its checkpoints, and a resumed run uses the same. A form that fails later
+is given up on its rank, and the run goes on by the plain form.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ ROUNDS = 3
 
 _SAME_BITS = "copies"
 """The form whose sums are the plain form's, to the bit."""
+_COUNTS = {"threads"}
+"""Forms whose sums differ from value to value; 0 where nothing was recorded."""
 OTHER_SUMS = "Sums are added up in another order, so numbers may differ by rounding"
 BEGAN_SO = "the run began so"
 
@@ -44,6 +46,7 @@ WORDS = {
     "head": Words("head", "Triton kernels", "torch's operations"),
     "blocks": Words("blocks", "compiled", "not compiled", "a part of them runs uncompiled"),
     "updates": Words("optimizer", "updates are compiled", "updates run operation by operation"),
+    "threads": Words("threads", "several on each rank", "one on each rank"),
     "copies": Words("weights", "whole on one rank, with copies in the compute dtype", "sharded by FSDP2"),
     "prompts": Words("rollouts", "long prompts are computed in pieces", "long prompts are computed at once"),
     "attention": Words("rollouts", "attention reads blocks of keys and values in place", "attention gathers blocks"),
@@ -99,6 +102,10 @@ class Candidate(NamedTuple):
     """Whether a user's key names the form: it is not timed, and it is used whatever was recorded."""
     detail: Callable[[], str] = str
     """Returns what is printed behind the form's words, after the comparison."""
+    is_timed: bool = False
+    """Whether it is timed on a CPU too."""
+    takes: Callable[[int], bool] = lambda _: False
+    """Returns whether a recorded value other than `value` can be used as well."""
 
 
 class Forms:
@@ -142,7 +149,8 @@ class Forms:
             standing = Standing(name, 0, reason)
             if not reason:
                 standing = Standing(name, value, detail=candidate.detail(), agrees=value)
-            if not reason and before is None and self.times and not candidate.is_asked and candidate.rounds is not None:
+            times = (self.times or candidate.is_timed) and not candidate.is_asked
+            if not reason and before is None and times and candidate.rounds is not None:
                 standing = _judged(standing, self._gather(list(candidate.rounds())))
         candidate.use(standing.value)
         self._decide(standing)
@@ -175,15 +183,18 @@ class Forms:
         # A model's forms were chosen when it was built; those of rollouts are chosen when an engine has weights.
         gone = {name for name in recorded if WORDS[name].subject != "rollouts" and name not in self.standings}
         self._recorded = {name: value for name, value in recorded.items() if name not in gone}
-        lines = [self._follow(standing, recorded.get(name)) for name, standing in list(self.standings.items())]
+        before = dict.fromkeys(_COUNTS, 0) | recorded
+        lines = [self._follow(standing, before.get(name)) for name, standing in list(self.standings.items())]
         lines += [_changed(Standing(name, 0), recorded[name]) for name in sorted(gone)]
         return [line for line in lines if line]
 
     def _follow(self, standing: Standing, before: int | None) -> str:
         """Use a form as it was recorded, None for not at all, if that is possible; return a line where it changes."""
         candidate = self._candidates.get(standing.name)
-        if before is None or candidate is None or candidate.is_asked or before not in {0, standing.agrees}:
+        if before is None or candidate is None or candidate.is_asked:
             return _changed(standing, before or 0)
+        if before not in {0, standing.agrees} and not candidate.takes(before):
+            return _changed(standing, before)
         if before == standing.value:
             return ""
         candidate.use(before)
@@ -210,7 +221,8 @@ class Forms:
 
 def _changed(standing: Standing, before: int) -> str:
     """Return the line of a form that differs from the start before; "" where sums stay as they were."""
-    if standing.name == _SAME_BITS or bool(standing.value) == bool(before):
+    same = standing.value == before if standing.name in _COUNTS else bool(standing.value) == bool(before)
+    if standing.name == _SAME_BITS or same:
         return ""
     return f"note: {standing}; before this start {Standing(standing.name, before).words}. {OTHER_SUMS}"
 

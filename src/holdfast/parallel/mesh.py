@@ -23,6 +23,7 @@ from holdfast.errors import ConfigError
 from holdfast.parallel.failure.channel import FailureChannel, KillPoint
 from holdfast.parallel.rank_log import RankLog
 from holdfast.parallel.rendezvous import number_of_call, on_loopback, store_of
+from holdfast.parallel.threads import given_threads
 
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 FORMS_VARIABLE = "HOLDFAST_PROVE_FORMS"
@@ -59,6 +60,8 @@ class World:
     """Log of this rank's output; None under our launcher, which writes the logs itself, and in Python calls."""
     forms: dict[str, int] | None = None
     """Optional forms that a new run follows as if they were recorded: both runs of `holdfast prove` have the same."""
+    threads: int | None = 1
+    """CPU threads that a key or a variable names; None where the start chooses them."""
 
     @property
     def is_first(self) -> bool:
@@ -88,8 +91,9 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", str(rank))))
     device = _device(launch.device, local_rank)
+    threads_before, threads = torch.get_num_threads(), given_threads(launch, os.environ)
     if device.type == "cpu":
-        torch.set_num_threads(launch.threads_per_rank)
+        torch.set_num_threads(threads or 1)
     else:
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=launch.timeout_minutes)
@@ -115,13 +119,16 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
                 log = RankLog(rank, size, host) if logs and not directory and size > 1 else None
                 broken = os.environ.get(BREAK_VARIABLE)
                 forms = json.loads(os.environ.get(FORMS_VARIABLE, "null"))
-                yield World(rank, size, local_rank, device, channel, local_size, broken, began, host, log, forms)
+                yield World(
+                    rank, size, local_rank, device, channel, local_size, broken, began, host, log, forms, threads
+                )
                 dist.barrier()  # whoever hosts the store stays as long as another rank needs it
         finally:
             # Python calls may follow in this process; a second `init_process_group` raises while a
             # default group exists.
             dist.destroy_process_group()
             forget_meshes()
+            torch.set_num_threads(threads_before)
 
 
 def forget_meshes() -> None:

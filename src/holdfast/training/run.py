@@ -93,6 +93,8 @@ class Run(ConfiguredRun):
     """Returns whether this rank was asked to stop; rollouts and evaluations are then abandoned."""
     trains: bool = True
     """Whether steps follow; False where a model is only evaluated."""
+    chose_threads: bool = False
+    """Whether the number of CPU threads is settled, as it is with the first model."""
 
     @classmethod
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Run:

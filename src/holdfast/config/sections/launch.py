@@ -13,8 +13,9 @@ class LaunchConfig(Section):
 
     ranks: PositiveInt | Literal["auto"] = "auto"
     """Processes; `auto`: one per GPU, or one on a machine without."""
-    threads_per_rank: PositiveInt = 1
-    """CPU threads of each rank; more than one is slower when ranks share cores."""
+    threads_per_rank: PositiveInt | Literal["auto"] = "auto"
+    """CPU threads of each rank; `auto`: OMP_NUM_THREADS where that is set, else the rank's share of the cores that its
+    process may use, if that multiplies faster at the start than one thread, else one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; `auto`: on GPUs if there are any."""
     max_restarts: Count = 0
@@ -24,3 +25,8 @@ class LaunchConfig(Section):
     verified checkpoint when a machine is lost, until that comes back; null: the job ends and is queued again."""
     timeout_minutes: Positive = 30.0
     """Longest wait inside one collective."""
+
+    @property
+    def named_threads(self) -> int | None:
+        """The threads that `threads_per_rank` names; None for `auto`."""
+        return None if self.threads_per_rank == "auto" else self.threads_per_rank

@@ -176,7 +176,7 @@ def _no_ray(address: str | None, reason: str) -> ConfigError:
 
 
 def _placed(ray: Any, options: RayOptions, launch: LaunchConfig) -> Any:
-    total, bundle = ray.cluster_resources(), {"CPU": float(launch.threads_per_rank)}
+    total, bundle = ray.cluster_resources(), {"CPU": float(launch.named_threads or 1)}
     if options.gpus_per_rank:
         bundle["GPU"] = float(options.gpus_per_rank)
     for name, needed in bundle.items():
@@ -205,7 +205,7 @@ def _actors(ray: Any, options: RayOptions, launch: LaunchConfig, group: Any) -> 
     remote = ray.remote(RankProcess)
     actors = [
         remote.options(
-            num_cpus=launch.threads_per_rank,
+            num_cpus=launch.named_threads or 1,
             num_gpus=options.gpus_per_rank,
             max_restarts=0,
             max_task_retries=0,
@@ -236,7 +236,7 @@ def _start(ray: Any, ranks: Sequence[_Rank], command: Sequence[str], launch: Lau
             "LOCAL_WORLD_SIZE": str(len(members)),
             "MASTER_ADDR": locations[0][0],
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(launch.threads_per_rank),
+            "OMP_NUM_THREADS": str(launch.named_threads or 1),
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -299,7 +299,7 @@ def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -
     options = agent_options(step, launch)
     command = [*python_module("holdfast.cli.main"), *sys.argv[1:]]
     variables = {
-        "OMP_NUM_THREADS": str(launch.threads_per_rank),
+        **({} if launch.named_threads is None else {"OMP_NUM_THREADS": str(launch.named_threads)}),
         # torchrun kills ranks 30 seconds after SIGTERM unless this says otherwise, which may be shorter than a save
         # takes.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_seconds) + _AGENT_SECONDS),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, Rewar
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.models.heads.scorer import RewardFormat, TextScorer
 from holdfast.parallel.mesh import World
+from holdfast.parallel.processor import usable_cores
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number, outcome_of_exception
 from holdfast.rewards.combine import combine
 from holdfast.rewards.in_process import InProcessRewards
@@ -101,7 +101,7 @@ def _limits(config: GRPOConfig, world: World) -> RewardPoolConfig:
     """Return how many processes this rank may have, and how long all other ranks may wait for them."""
     section = config.rewards
     if section.workers == "auto":
-        cores = len(os.sched_getaffinity(0)) // (world.local_size or world.size)
+        cores = usable_cores() // (world.local_size or world.size)
         section = section.model_copy(update={"workers": min(_MOST_WORKERS, max(1, cores))})
     if section.step_timeout_seconds == "auto" and world.size > 1:
         longest = _SHARE_OF_WAIT * 60 * config.launch.timeout_minutes

@@ -39,7 +39,9 @@ from holdfast.parallel.context import join_context
 from holdfast.parallel.forms import Forms
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ShardPlan
+from holdfast.parallel.processor import bfloat16_gain, bfloat16_unit
 from holdfast.parallel.shards import materialise
+from holdfast.parallel.threads import choose_threads
 from holdfast.training.run import Model, Run
 from holdfast.training.setup.compiled import check_compiled
 from holdfast.training.setup.gradient_check import Gradients, check_gradients
@@ -98,6 +100,7 @@ def place_model(unplaced: UnplacedModel, *, trained: bool = True) -> Model:
     """
     model, images = unplaced.model, unplaced.images
     run, plan, origin = model.run, model.plan, model.blueprint
+    _settle_threads(model)
     no_kernels = choose_head_form(run, model.module, plan)
     compiler = BlockCompiler()
     apply_plan(model.module, plan, unplaced.mesh, compiler.compile)
@@ -110,9 +113,30 @@ def place_model(unplaced: UnplacedModel, *, trained: bool = True) -> Model:
     head_line = check_head_form(model, images, no_kernels)
     if run.world.is_first:
         lines = [*plan.describe().splitlines(), *origin.notes, unplaced.router_note, *checked]
-        for line in filter(None, [*lines, head_line if trained else ""]):
+        for line in filter(None, [*lines, *([head_line, _advice_on_dtype(model)] if trained else [])]):
             print(line, flush=True)
     return model
+
+
+def _settle_threads(model: Model) -> None:
+    """Choose the threads of each rank with the first model of a run; all ranks call this together."""
+    run = model.run
+    world = run.world
+    if run.chose_threads or world.device.type != "cpu" or world.threads is not None:
+        return
+    run.chose_threads = True
+    standing = choose_threads(model.forms, run.ranks, world.local_size or world.size)
+    if standing is not None and world.is_first:
+        print(standing, flush=True)
+
+
+def _advice_on_dtype(model: Model) -> str:
+    """Return what bfloat16 would give a model that computes in float32 on a processor that multiplies both."""
+    unit = bfloat16_unit() if model.run.world.device.type == "cpu" and model.plan.compute_dtype == "float32" else ""
+    if not unit:
+        return ""
+    gain = f"{bfloat16_gain():.1f} times as fast as in float32"
+    return f"compute: products are {gain} in bfloat16 ({unit}), by parallel.compute_dtype: bfloat16"
 
 
 def _forms_of(run: Run, plan: ShardPlan, *, trained: bool) -> Forms:

@@ -166,7 +166,18 @@ def _choose_method(draft: FirstFile, base: Path, teacher: str | None) -> int | N
         reason = f"{owners} take {needed / 2**30:.0f} GiB, and {holder} {memory / 2**30:.0f} GiB"
         draft.put("model.lora", {"rank": 16}, f"adapters: {reason}")
     draft.put("optim.lr", _RATES[draft.verb][kind], f"a usual rate for {of}; the first key to vary")
+    _choose_dtype(draft)
     return positions
+
+
+def _choose_dtype(draft: FirstFile) -> None:
+    """Choose bfloat16 where a processor that trains multiplies it."""
+    import torch
+
+    from holdfast.parallel.processor import bfloat16_unit
+
+    if not torch.cuda.is_available() and (unit := bfloat16_unit()):
+        draft.put("parallel.compute_dtype", "bfloat16", f"this processor multiplies it ({unit}), faster than float32")
 
 
 def _size_of(model: str, base: Path) -> tuple[int, int | None]:

@@ -99,8 +99,10 @@ def look_at_devices(launch: LaunchConfig) -> Iterator[Finding]:
     """Count devices, and compare with the ranks that are asked for."""
     import torch
 
+    from holdfast.parallel.processor import bfloat16_unit, usable_cores
+
     gpus, visible, ranks = cuda_devices(), torch.cuda.is_available(), resolve_ranks(launch)
-    cores = len(os.sched_getaffinity(0))
+    cores, unit = usable_cores(), bfloat16_unit()
     host = f"{cores} cores, {size_words(psutil.virtual_memory().total)} of memory"
     if visible and launch.device != "cpu":
         yield _on_gpus(ranks, host)
@@ -113,11 +115,12 @@ def look_at_devices(launch: LaunchConfig) -> Iterator[Finding]:
     elif gpus and not visible:
         fix = "Install a CUDA build of torch that this driver can run."
         yield warn("devices", f"{unused}: the run would compute on the CPU", fix)
-    elif ranks * launch.threads_per_rank > cores:
-        text = f"{ranks} ranks with {launch.threads_per_rank} threads each share {host}"
+    elif ranks * (launch.named_threads or 1) > cores:
+        text = f"{ranks} ranks with {launch.named_threads or 1} threads each share {host}"
         yield warn("devices", text, "Lower launch.ranks or launch.threads_per_rank.")
     else:
-        yield ok("devices", f"no GPU is used; {host}")
+        advice = f"; {unit} multiplies bfloat16, by parallel.compute_dtype: bfloat16" if unit else ""
+        yield ok("devices", f"no GPU is used; {host}{advice}")
 
 
 def _on_gpus(ranks: int, host: str) -> Finding:
