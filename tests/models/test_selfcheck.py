@@ -16,6 +16,7 @@ from holdfast.errors import ModelError
 from holdfast.models.check.boundaries import boundaries_of, lengths_to_see
 from holdfast.models.check.forward import TOLERANCE, check_forward
 from holdfast.models.check.shrink import CannotShrink, shrink
+from holdfast.models.check.witness import as_files_say, follow_implementation
 from holdfast.models.files.configuration import make_trainable
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
@@ -300,6 +301,29 @@ def test_a_field_that_was_changed_behind_the_back_of_the_files_is_caught() -> No
 
     with pytest.raises(ModelError, match=r"Log-probabilities of phimoe differ from transformers' own by \d"):
         check_forward(sides_of(policy_of(model), files=files), may_fall_back=False)
+
+
+def test_a_comparison_leaves_nothing_in_modules_that_their_forward_passes_keep() -> None:
+    model: Any = tiny_model("llama")
+    policy, layer = policy_of(model), model.model.layers[1].mlp
+    plain = type(layer).forward
+
+    def keeping(hidden: Tensor) -> Any:
+        layer.longest = max(getattr(layer, "longest", 0), hidden.shape[1])
+        layer.register_buffer("last", hidden.detach(), persistent=False)
+        return plain(layer, hidden)
+
+    sides = sides_of(policy)
+    follow_implementation(sides.witness, model)
+    before = [{*vars(module), *module._buffers} for module in model.modules()]
+    with as_files_say(model, sides.witness, sides.device):
+        layer.forward = keeping
+        model.config.hidden_act = "relu"
+        model(input_ids=torch.arange(2, 9)[None])
+        del layer.forward
+
+    assert [{*vars(module), *module._buffers} for module in model.modules()] == before
+    assert model.config.hidden_act == "silu"
 
 
 def leaking_attention(

@@ -15,9 +15,11 @@ import torch
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.forms import Candidate, Forms
+from holdfast.parallel.mesh import World
 from holdfast.parallel.processor import bfloat16_gain, bfloat16_unit, usable_cores
-from holdfast.parallel.threads import given_threads
+from holdfast.parallel.threads import choose_threads, given_threads
 from tests.cli.fixtures import HOLDFAST
 
 
@@ -116,6 +118,30 @@ def test_a_resumed_run_has_the_threads_that_it_began_with(
     assert found == threads
     assert len(lines) == notes
     assert any("may differ" in line for line in lines) is (recorded.get("threads") == 8)
+
+
+def chosen(world: World, named: list[int | None], before: int | None = None) -> tuple[Any, int, list[str]]:
+    ranks = RankGroup(1.0)
+    forms = Forms(ranks.gather)
+    standing = choose_threads(forms, ranks, "here", named=named[world.rank], before=before)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return None if standing is None else standing.value, threads, sorted(forms.standings)
+
+
+@pytest.mark.parametrize("named", [[None, 1], [1, None], [1, 1]])
+def test_threads_that_one_rank_names_are_chosen_on_none(pools: Any, named: list[int | None]) -> None:
+    assert pools(2).run(chosen, named) == [(None, 1, [])] * 2
+
+
+def test_named_threads_are_recorded_where_there_are_several(pools: Any) -> None:
+    assert pools(2).run(chosen, [3, 3]) == [(None, 1, ["threads"])] * 2
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.parametrize(("before", "threads"), [(0, 1), (2, 2)])
+def test_recorded_threads_are_used_untimed(pools: Any, before: int, threads: int) -> None:
+    assert pools(1).run(chosen, [None], before) == [(before, threads, ["threads"])]
 
 
 def test_zero_threads_are_refused() -> None:

@@ -58,6 +58,12 @@ class Conversations:
         return list(self._asked.values())
 
 
+def turning(model: Any, stops: Stops, **options: Any) -> InProcessEngine:
+    engine = engine_for(model, stops, **options)
+    engine.turns = True
+    return engine
+
+
 def in_turns(engine: InProcessEngine, source: Conversations, sampling: SamplingConfig) -> list[Sampled]:
     converse(engine, source, sampling)
     return sorted(source.sampled, key=lambda sampled: (sampled.request_id, sampled.place))
@@ -72,7 +78,7 @@ def whole(model: Any, requests: Sequence[Request], sampling: SamplingConfig) -> 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_turns_draw_what_their_whole_prompts_give(kind: str, *, recorded: bool) -> None:
     model, sampling = reference(kind, max_position_embeddings=512), SamplingConfig(max_new_tokens=20, temperature=1.2)
-    engine = engine_for(model, ENDS, rows=8, blocks=200, recorder=Program() if recorded else None)
+    engine = turning(model, ENDS, rows=8, blocks=200, recorder=Program() if recorded else None)
     engine.longest = 400
 
     source = Conversations(6, 4)
@@ -85,7 +91,7 @@ def test_turns_draw_what_their_whole_prompts_give(kind: str, *, recorded: bool) 
 @pytest.mark.parametrize("limit", [34, 60])
 def test_where_blocks_are_few_what_is_remembered_makes_room(limit: int) -> None:
     model, sampling = reference("qwen3", max_position_embeddings=512), SamplingConfig(max_new_tokens=20)
-    engine, source = engine_for(model, ENDS, rows=8, blocks=limit), Conversations(8, 4)
+    engine, source = turning(model, ENDS, rows=8, blocks=limit), Conversations(8, 4)
 
     found = in_turns(engine, source, sampling)
 
@@ -96,8 +102,8 @@ def test_only_the_tokens_that_are_new_are_computed() -> None:
     model, sampling = reference("qwen3", max_position_embeddings=2048), SamplingConfig(max_new_tokens=16)
     computed = {}
     for looked in (True, False):
-        engine, source = engine_for(model, Stops(frozenset()), rows=4, blocks=800), Conversations(1, 5)
-        engine.in_pieces, engine.longest = looked, 1000
+        engine, source = turning(model, Stops(frozenset()), rows=4, blocks=800), Conversations(1, 5)
+        engine.turns, engine.longest = looked, 1000
         counts: list[int] = []
         hook = backbone_of(engine._replica.model).register_forward_pre_hook(
             lambda _, __, inputs, counts=counts: counts.append(inputs["input_ids"].numel()), with_kwargs=True
@@ -121,7 +127,7 @@ def test_weights_of_later_turns_are_never_those_of_an_earlier_conversation() -> 
     with torch.no_grad():
         for value in other.parameters():
             value.mul_(1.5)
-    sampling, engine = SamplingConfig(max_new_tokens=12), engine_for(model, ENDS, rows=8, blocks=200)
+    sampling, engine = SamplingConfig(max_new_tokens=12), turning(model, ENDS, rows=8, blocks=200)
     in_turns(engine, Conversations(4, 3), sampling)
 
     engine.update_weights(((name, value) for name, value in other.named_parameters()), 8)

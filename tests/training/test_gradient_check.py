@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.training.setup.gradient_check import GradientPair, Spread
 from tests.models.architectures import BY_LENGTH, OTHERS, RECURRENT, SETTINGS
 from tests.training.gradient_cases import (
     CHANGES,
@@ -161,3 +162,29 @@ def test_a_gradient_that_is_not_finite_is_ours_or_the_model_s(pools: Any) -> Non
 
     assert "differ from transformers' own on the same tokens, most of model.norm.weight" in ours
     assert "The gradient of model.norm.weight is not finite in the backward pass of transformers' llama" in theirs
+
+
+@pytest.mark.parametrize(
+    ("pair", "spread", "agrees"),
+    [
+        (GradientPair(1.0, 1.0, 0.04, 4096), Spread(0.0, 0.0), True),
+        (GradientPair(1.0, 1.0, 0.2, 4096), Spread(0.05, 0.05), True),
+        (GradientPair(1.0, 1.0, 0.3, 4096), Spread(0.05, 0.05), False),
+        (GradientPair(1.2, 1.0, 0.2, 4096), Spread(0.1, 0.01), False),  # a factor, and rounding scales nothing
+        (GradientPair(0.0, 1.0, 1.0, 4096), Spread(0.25, 0.2), False),  # it is missing
+        (GradientPair(1.0, 1.0, 2.0, 4096), Spread(0.4, 0.4), False),  # its sign is wrong
+        (GradientPair(0.0, 1.0, 1.0, 4096), Spread(1.5, 0.3), True),  # rounding is all of it
+        (GradientPair(0.0, 0.0, 0.0, 4096), Spread(0.0, 0.0), True),
+        (GradientPair(float("nan"), 1.0, float("nan"), 9), Spread(1.0, 1.0), False),
+        (GradientPair(float("inf"), 1.0, float("inf"), 9), Spread(float("inf"), 1.0), False),
+    ],
+)
+def test_a_difference_is_wrong_beyond_both_limits(pair: GradientPair, spread: Spread, agrees: bool) -> None:
+    assert pair.agrees(0.05, spread) is agrees
+
+
+def test_a_pass_that_overflows_is_no_spread() -> None:
+    spread = Spread(0.1, 0.1).or_larger(GradientPair(float("inf"), 1.0, float("inf"), 9))
+
+    assert spread == Spread(0.1, 0.1)
+    assert spread.or_larger(GradientPair(1.0, 1.0, 0.6, 9)) == pytest.approx((0.6, 0.2))

@@ -22,7 +22,7 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import UserError, how_to_go_on
 from holdfast.files import read_end
 from holdfast.launch.directory import LaunchDirectory, meeting_file
-from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, rank_environment
+from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, computes_on_cpu, rank_environment
 from holdfast.launch.processes import Guard, catches, end, tied_to_this_thread
 from holdfast.launch.terminal import Relay, StopSignals, tell
 from holdfast.launch.verdict import IN_ORDER, Death, Verdict, describe_death, how_it_ended, judge, last_paragraph
@@ -57,7 +57,10 @@ def launch_local(
         ConfigError: The parent of the run directory cannot be written.
     """
     environ = os.environ if environ is None else environ
-    start = _Start(command, ranks, launch.named_threads, environ, patience or holdfast.patience.current)
+    threads = launch.named_threads
+    if threads is None and "OMP_NUM_THREADS" not in environ and not computes_on_cpu(launch, environ):
+        threads = 1  # on GPUs nobody times them
+    start = _Start(command, ranks, threads, environ, patience or holdfast.patience.current)
     with LaunchDirectory(run_directory) as directory:
         mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
         with Guard(mark, environ) as guard, StopSignals() as stops:

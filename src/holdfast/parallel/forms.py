@@ -24,7 +24,9 @@ ROUNDS = 3
 _SAME_BITS = "copies"
 """The form whose sums are the plain form's, to the bit."""
 _COUNTS = {"threads"}
-"""Forms whose sums differ from value to value; 0 where nothing was recorded."""
+"""Forms whose sums differ from value to value."""
+_LATER = {"threads", "turns"}
+"""Forms that earlier records lack, since runs had the plain form without a choice."""
 OTHER_SUMS = "Sums are added up in another order, so numbers may differ by rounding"
 BEGAN_SO = "the run began so"
 
@@ -46,9 +48,10 @@ WORDS = {
     "head": Words("head", "Triton kernels", "torch's operations"),
     "blocks": Words("blocks", "compiled", "not compiled", "a part of them runs uncompiled"),
     "updates": Words("optimizer", "updates are compiled", "updates run operation by operation"),
-    "threads": Words("threads", "several on each rank", "one on each rank"),
+    "threads": Words("threads", "{} on each rank", "1 on each rank"),
     "copies": Words("weights", "whole on one rank, with copies in the compute dtype", "sharded by FSDP2"),
     "prompts": Words("rollouts", "long prompts are computed in pieces", "long prompts are computed at once"),
+    "turns": Words("rollouts", "of a turn's prompt what is new is computed", "each turn's whole prompt is computed"),
     "attention": Words("rollouts", "attention reads blocks of keys and values in place", "attention gathers blocks"),
     "steps": Words("rollouts", "steps are recorded and replayed", "steps run operation by operation"),
     "layers": Words("rollouts", "layers of recorded steps are compiled", "layers of recorded steps are not compiled"),
@@ -74,7 +77,7 @@ class Standing:
     @property
     def words(self) -> str:
         """The form that is used, in words."""
-        return WORDS[self.name].form if self.value else WORDS[self.name].plain
+        return WORDS[self.name].form.format(self.value) if self.value else WORDS[self.name].plain
 
     def __str__(self) -> str:
         """Describe it in a line."""
@@ -125,6 +128,7 @@ class Forms:
         self._given_up: set[str] = set()
         self._recorded: Mapping[str, int] = {}
         """Of the checkpoint that the run goes on from."""
+        self._is_resumed = False
         self.standings: dict[str, Standing] = {}
         self.news: list[Standing] = []
         """What was decided and is not yet told."""
@@ -139,7 +143,8 @@ class Forms:
     def choose(self, candidate: Candidate) -> Standing:
         """Decide on a form, which is in place; all ranks call this together, with the same candidate."""
         name, value = candidate.name, candidate.value
-        before = None if candidate.is_asked else self._recorded.get(name)
+        unrecorded = 0 if self._is_resumed and name in _LATER else None
+        before = None if candidate.is_asked else self._recorded.get(name, unrecorded)
         self._candidates[name] = candidate
         if before == 0:
             standing = Standing(name, 0, BEGAN_SO)
@@ -183,7 +188,8 @@ class Forms:
         # A model's forms were chosen when it was built; those of rollouts are chosen when an engine has weights.
         gone = {name for name in recorded if WORDS[name].subject != "rollouts" and name not in self.standings}
         self._recorded = {name: value for name, value in recorded.items() if name not in gone}
-        before = dict.fromkeys(_COUNTS, 0) | recorded
+        before = dict.fromkeys(_LATER, 0) | recorded
+        self._is_resumed = True
         lines = [self._follow(standing, before.get(name)) for name, standing in list(self.standings.items())]
         lines += [_changed(Standing(name, 0), recorded[name]) for name in sorted(gone)]
         return [line for line in lines if line]

@@ -91,15 +91,13 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", str(rank))))
     device = _device(launch.device, local_rank)
-    threads_before, threads = torch.get_num_threads(), given_threads(launch, os.environ)
-    if device.type == "cpu":
-        torch.set_num_threads(threads or 1)
-    else:
+    threads = given_threads(launch, os.environ)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(minutes=launch.timeout_minutes)
     directory = os.environ.get("HOLDFAST_LAUNCH_DIR")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with on_loopback(os.environ):
+    with on_loopback(os.environ), _threads(threads or 1):
         store = store_of(call, rank, size, timeout, os.environ)
         agree_on_device(store, f"rank {rank} on {machine_name()}", size, device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -128,7 +126,17 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
             # default group exists.
             dist.destroy_process_group()
             forget_meshes()
-            torch.set_num_threads(threads_before)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute with so many CPU threads within the block, or with what the block chooses."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def forget_meshes() -> None:

@@ -12,6 +12,8 @@ from holdfast.parallel.forms import timed_rounds
 _CGROUPS = Path("/sys/fs/cgroup")
 _SIZE = 1024
 """Rows and columns of the matrices that are multiplied to compare dtypes."""
+WORTH_IT = 1.2
+"""Gain of bfloat16 from which it is advised."""
 _UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
 """Flag of a processor -> the unit that multiplies bfloat16; the faster one first."""
 

@@ -6,13 +6,14 @@ at the start, recorded, and a resumed run uses the same.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import torch
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.parallel.collectives import RankGroup
-from holdfast.parallel.forms import Candidate, Forms, Standing, timed_rounds
+from holdfast.parallel.forms import BEGAN_SO, Candidate, Forms, Standing, timed_rounds
 from holdfast.parallel.processor import usable_cores
 
 _SIZE = 1024
@@ -27,28 +28,46 @@ def given_threads(launch: LaunchConfig, environ: Mapping[str, str]) -> int | Non
     return int(first) if first.isdecimal() and int(first) else None
 
 
-def choose_threads(forms: Forms, ranks: RankGroup, local_ranks: int) -> Standing | None:
+def choose_threads(
+    forms: Forms, ranks: RankGroup, host: str, *, named: int | None, before: int | None = None
+) -> Standing | None:
     """Choose the threads of each rank; all ranks call this together.
 
     Args:
         forms: Of the run's model.
         ranks: All of the run, which are timed together: they share cores.
-        local_ranks: Ranks on this machine.
+        host: Name of this machine.
+        named: Threads that a key or a variable names on this rank; they are used.
+        before: Value that a record names, with which nothing is timed; None where there is no record.
 
     Returns:
-        None where some rank has one core.
+        None where threads are named on some rank, or some rank has one core.
     """
-    share = min(ranks.gather(usable_cores() // local_ranks))
+    # A variable may be set on one machine alone.
+    everyone = ranks.gather((named, host, usable_cores(), frozenset(os.sched_getaffinity(0))))
+    if any(threads is not None for threads, *_ in everyone):
+        if (most := max(threads or 1 for threads, *_ in everyone)) > 1:
+            forms.note("threads", most)
+        return None
+    share = min(cores // sum(one[1:] == other[1:] for other in everyone) for one in everyone for cores in one[2:3])
     if share < 2:
         return None
+
+    def use(threads: int) -> None:
+        torch.set_num_threads(max(1, threads))
+
+    if before == 0:
+        use(0)
+        return forms.note("threads", 0, BEGAN_SO)
+    is_recorded = before is not None and before <= share
+    value = before if before is not None and is_recorded else share
     candidate = Candidate(
         "threads",
-        lambda threads: torch.set_num_threads(max(1, threads)),
+        use,
         compare=str,  # every number of threads computes what one does, but for the order of sums
         rounds=lambda: _timed(share),
-        value=share,
-        detail=lambda: f": {share}",
-        is_timed=True,
+        value=value,
+        is_timed=not is_recorded,
         takes=lambda threads: threads <= share,
     )
     return forms.choose(candidate)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,15 +60,22 @@ def as_files_say(model: nn.Module, witness: nn.Module, device: torch.device) -> 
             # A wrapper has the name of what it wraps.
             if lender is None or not isinstance(module, type(lender)):
                 continue
+            restore.callback(_forget_others, module, {*vars(module), *module._buffers})  # noqa: SLF001 - to compare
             for name, value in _attributes(lender, device).items():
-                before = partial(setattr, module, name, getattr(module, name)) if hasattr(module, name) else None
-                restore.callback(before or partial(delattr, module, name))
+                if name in vars(module) or name in module._buffers:  # noqa: SLF001 - same
+                    restore.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
             # A compiled block would be compiled anew for what is read here and never again.
             for name in ("_compiled_call_impl", "forward"):
                 if name in vars(module):
                     restore.callback(vars(module).__setitem__, name, vars(module).pop(name))
         yield
+
+
+def _forget_others(module: nn.Module, known: set[str]) -> None:
+    """Delete what a forward pass within the block has left in a module, such as the longest text that it has seen."""
+    for name in {*vars(module), *module._buffers} - known - _OF_EVERY_MODULE:  # noqa: SLF001 - to compare
+        delattr(module, name)
 
 
 def _attributes(lender: nn.Module, device: torch.device) -> dict[str, Any]:

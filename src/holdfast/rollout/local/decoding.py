@@ -218,10 +218,12 @@ class Decoding:
     def _compute(self, several: Sequence[Waiting]) -> None:
         """Compute texts, what is remembered of them apart."""
         self._take_blocks(several)
-        if whole := [waiting for waiting in several if not waiting.read]:
+        # What was remembered when a text was admitted may have made room for another one since.
+        size = self._pieces.size if self._remembers and self._pieces is not None else None
+        if whole := [text for text in several if not text.read and (size is None or text.length <= size)]:
             compute_texts(self.predictor, self.on_device.cache, whole)
-        if begun := [waiting for waiting in several if waiting.read]:
-            compute_pieces(self.predictor, self.on_device.cache, begun, max(waiting.length for waiting in begun))
+        while size is not None and (rest := [text for text in several if text.hidden is None]):
+            compute_pieces(self.predictor, self.on_device.cache, rest, size)
 
     def _join(self, state: RowState, going: Sequence[tuple[DecodedRow, Waiting, int, int]]) -> None:
         """Take rows into slots.

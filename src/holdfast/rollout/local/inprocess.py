@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,9 @@ class InProcessEngine(ReplicaEngine):
         self.takes_turns = False
         """Whether prompts will begin as earlier ones with their completions."""
         self.in_pieces: bool | None = None
-        """Whether texts longer than a piece, and turns, are computed in pieces; None, as long as nobody looked, for at
-        once."""
+        """Whether texts longer than a piece are computed in pieces; None, as long as nobody looked, for at once."""
+        self.turns: bool | None = None
+        """Whether turns go on from the keys and values of earlier ones; None, as long as nobody looked, for no."""
         self.forms = Forms()
         """What is told of optional forms that are given up."""
         self._settled = False
@@ -113,7 +115,9 @@ class InProcessEngine(ReplicaEngine):
     def converse(self, source: TurnSource, sampling: SamplingConfig, interrupted: Interrupted = lambda: False) -> None:
         """Sample until a source has no more turns; of a turn's prompt, only what is new is computed."""
         self._sampling = sampling
-        with self._replica.for_few_rows(), self.decoding(self.longest or None, remembers=True) as decoding:
+        # Without remembered turns, the most tokens of a prompt were unknown to runs that began so: nothing is recorded.
+        longest = self.longest or None if self.turns else None
+        with self._replica.for_few_rows(), self.decoding(longest, remembers=bool(self.turns)) as decoding:
             while True:
                 decoding.submit(source.ready(wait=not decoding.is_busy))
                 if not decoding.is_busy:
@@ -155,7 +159,7 @@ class InProcessEngine(ReplicaEngine):
             limit=self._sampling.max_new_tokens,
             most_rows=self._rows,
             look_every=self._look_every,
-            pieces=Pieces(self.piece) if self.in_pieces and not planned else None,
+            pieces=Pieces(self.piece) if (self.in_pieces or remembers) and not planned else None,
             state_blocks=self._state_blocks,
             remembers=remembers and not self._replica.family.recurrent,
         )
@@ -179,9 +183,12 @@ class InProcessEngine(ReplicaEngine):
         if self._settled:
             return []
         self._settled, self.forms, chosen = True, forms, []
-        if (self.takes_turns or self.longest > self.piece) and not self._replica.family.recurrent:
-            use = lambda value: setattr(self, "in_pieces", bool(value))  # noqa: E731 - a switch
-            chosen.append(forms.choose(Candidate("prompts", use, self.why_whole)))
+        if not self._replica.family.recurrent:
+            asked = {"prompts": ("in_pieces", self.longest > self.piece), "turns": ("turns", self.takes_turns)}
+            why = cache(self.why_whole)
+            for name, (switch, is_asked) in asked.items():
+                use = lambda value, switch=switch: setattr(self, switch, bool(value))  # noqa: E731 - a switch
+                chosen += [forms.choose(Candidate(name, use, why))] if is_asked else []
         steps = min(self._look_every, self._sampling.max_new_tokens - 1)
         if steps < CHECKED_STEPS or (self.in_place is None and self._recorder is None):
             return chosen

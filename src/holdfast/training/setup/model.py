@@ -39,7 +39,7 @@ from holdfast.parallel.context import join_context
 from holdfast.parallel.forms import Forms
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ShardPlan
-from holdfast.parallel.processor import bfloat16_gain, bfloat16_unit
+from holdfast.parallel.processor import WORTH_IT, bfloat16_gain, bfloat16_unit
 from holdfast.parallel.shards import materialise
 from holdfast.parallel.threads import choose_threads
 from holdfast.training.run import Model, Run
@@ -100,7 +100,8 @@ def place_model(unplaced: UnplacedModel, *, trained: bool = True) -> Model:
     """
     model, images = unplaced.model, unplaced.images
     run, plan, origin = model.run, model.plan, model.blueprint
-    _settle_threads(model)
+    if trained:
+        _settle_threads(model)
     no_kernels = choose_head_form(run, model.module, plan)
     compiler = BlockCompiler()
     apply_plan(model.module, plan, unplaced.mesh, compiler.compile)
@@ -119,13 +120,14 @@ def place_model(unplaced: UnplacedModel, *, trained: bool = True) -> Model:
 
 
 def _settle_threads(model: Model) -> None:
-    """Choose the threads of each rank with the first model of a run; all ranks call this together."""
+    """Choose the threads of each rank with the first trained model of a run; all ranks call this together."""
     run = model.run
     world = run.world
-    if run.chose_threads or world.device.type != "cpu" or world.threads is not None:
+    if run.chose_threads or world.device.type != "cpu":
         return
     run.chose_threads = True
-    standing = choose_threads(model.forms, run.ranks, world.local_size or world.size)
+    before = None if world.forms is None or not run.trains else world.forms.get("threads", 0)
+    standing = choose_threads(model.forms, run.ranks, world.host, named=world.threads, before=before)
     if standing is not None and world.is_first:
         print(standing, flush=True)
 
@@ -135,8 +137,13 @@ def _advice_on_dtype(model: Model) -> str:
     unit = bfloat16_unit() if model.run.world.device.type == "cpu" and model.plan.compute_dtype == "float32" else ""
     if not unit:
         return ""
-    gain = f"{bfloat16_gain():.1f} times as fast as in float32"
-    return f"compute: products are {gain} in bfloat16 ({unit}), by parallel.compute_dtype: bfloat16"
+    gain = bfloat16_gain()
+    if gain < WORTH_IT:
+        return ""
+    return (
+        f"compute: products are {gain:.1f} times as fast in bfloat16 ({unit}) as in float32, by "
+        "parallel.compute_dtype: bfloat16"
+    )
 
 
 def _forms_of(run: Run, plan: ShardPlan, *, trained: bool) -> Forms:
