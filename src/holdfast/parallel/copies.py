@@ -28,6 +28,8 @@ class _Pair:
 
     parameter: nn.Parameter
     copy: nn.Parameter
+    numbers: Tensor
+    """The copy's, behind its version counter: what is written there does not count as a change of the copy."""
 
 
 @dataclass(eq=False, slots=True)
@@ -118,10 +120,10 @@ class ComputeCopies:
     @torch.no_grad()
     def cast(self, pairs: list[_Pair]) -> None:
         """Write the weights into their copies."""
-        # `.data` leaves the version counters of the copies alone: two forward passes may come before the first of
-        # their backward passes, and the weights are the same in both. A model that recomputes cannot do so: the end of
-        # the first backward pass puts the parameters back, from which the second one would recompute.
-        torch._foreach_copy_([pair.copy.data for pair in pairs], [pair.parameter.data for pair in pairs])
+        # The version counters of the copies stay: two forward passes may come before the first of their backward
+        # passes, and the weights are the same in both. A model that recomputes cannot do so: the end of the first
+        # backward pass puts the parameters back, from which the second one would recompute.
+        torch._foreach_copy_([pair.numbers for pair in pairs], [pair.parameter for pair in pairs])
 
     @torch.no_grad()
     def add(self, unit: _Unit) -> None:
@@ -147,7 +149,8 @@ class ComputeCopies:
         pairs: dict[int, _Pair] = {}
         for name, parameter in self._policy.named_parameters():
             if parameter.is_floating_point() and parameter.ndim and parameter.dtype != self._dtype:
-                pair = _Pair(parameter, nn.Parameter(torch.empty_like(parameter, dtype=self._dtype)))
+                copy = nn.Parameter(torch.empty_like(parameter, dtype=self._dtype))
+                pair = _Pair(parameter, copy, copy.data)
                 unit = self._units[unit_of[canonical_name(name)]]
                 unit.pairs.append(pair)
                 pairs[id(parameter)] = pair

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own short name
 from torch import Tensor
@@ -291,27 +292,27 @@ def key_places(
     places, queries, keys, start = [], [], [], 0
     for length, parts in zip(lengths, branches, strict=True):
         head = length - sum(parts)
-        shared = torch.arange(start, start + head)
+        shared = np.arange(start, start + head)
         if head:
             places.append(shared)
             queries.append(head)
             keys.append(head)
         after = start + head
         for part in parts:
-            places += [shared, torch.arange(after, after + part)]
+            places += [shared, np.arange(after, after + part)]
             queries.append(part)
             keys.append(head + part)
             after += part
         start += length
-    return torch.cat(places), tuple(queries), tuple(keys)
+    return torch.tensor(np.concatenate(places)), tuple(queries), tuple(keys)
 
 
 def _layout(lengths: Sequence[int], branches: Sequence[tuple[int, ...]]) -> Tensor:
     # Sizes of 0 and 1 are constants to the compiler.
-    layout = torch.zeros(max(2, len(lengths)), max(2, 1 + max(map(len, branches), default=0)), dtype=torch.int64)
-    for row, (length, parts) in enumerate(zip(lengths, branches, strict=True)):
-        layout[row, : 1 + len(parts)] = torch.tensor((length, *parts))
-    return _of_any_size(layout)
+    width = max(2, 1 + max(map(len, branches), default=0))
+    rows = [(length, *parts, *(0,) * (width - 1 - len(parts))) for length, parts in zip(lengths, branches, strict=True)]
+    rows += [(0,) * width] * (2 - len(rows))
+    return _of_any_size(torch.tensor(rows, dtype=torch.int64))
 
 
 def _runs(lengths: tuple[int, ...], branches: tuple[tuple[int, ...], ...], device: torch.device) -> KernelRuns:
