@@ -68,6 +68,8 @@ def _(products, bias, targets, numbers, inner, factor, entropy):  # type: ignore
 class KernelForm:
     """A `Form` for a head in bfloat16 or float32, without smoothed labels."""
 
+    sums_wide = True
+
     def __init__(self, head: HeadWeights, options: ScoreOptions) -> None:
         spec = options.spec
         assert spec.kernel_tokens is not None
@@ -107,12 +109,13 @@ class KernelForm:
         _write_slopes(products, self._head.bias, targets, numbers, self._inner, self._factor, by_entropy is not None)
         return Slopes(products, None)
 
-    def add_product(self, total: Tensor, by_logits: Tensor, states: Tensor) -> None:
-        """Add a product to a sum; on a device it is never rounded to the dtype of its factors."""
-        if total.is_cuda and total.dtype != states.dtype:
-            torch.addmm(total, by_logits.t(), states, out_dtype=torch.float32, out=total)
-        else:
-            add_product(total, by_logits, states)
+    def add_product(self, total: Tensor | None, by_logits: Tensor, states: Tensor) -> Tensor:
+        """Return a sum with a product added; on a device it is never rounded to the dtype of its factors."""
+        if not states.is_cuda or states.dtype == torch.float32:
+            return add_product(total, by_logits, states)
+        if total is None:
+            return torch.mm(by_logits.t(), states, out_dtype=torch.float32)
+        return torch.addmm(total, by_logits.t(), states, out_dtype=torch.float32, out=total)
 
     def _restrict(self, products: Tensor, targets: Tensor) -> None:
         """Write minus infinity over the products of tokens that the support leaves out."""
