@@ -320,7 +320,7 @@ def _runs(lengths: tuple[int, ...], branches: tuple[tuple[int, ...], ...], devic
     key_index: Tensor | None = None
     if any(branches):
         places, queries, keys = key_places(lengths, branches)
-        key_index = _of_any_size(places.to(device, non_blocking=True))
+        key_index = _of_any_size(_sent(places, device))
     query_offsets = _offsets(queries, device)
     key_offsets = query_offsets if key_index is None else _offsets(keys, device)
     return KernelRuns(query_offsets, key_offsets, key_index, (_as_size(max(queries)), _as_size(max(keys))))
@@ -328,7 +328,12 @@ def _runs(lengths: tuple[int, ...], branches: tuple[tuple[int, ...], ...], devic
 
 def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
     ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return _of_any_size(ends.to(device, non_blocking=True))
+    return _of_any_size(_sent(ends, device))
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy numbers to a device, on a GPU from pinned memory: more than 64 KiB of other memory would wait for it."""
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
 def _as_size(number: int) -> Tensor:
