@@ -17,9 +17,10 @@ from holdfast.data.batches.packing import CommonStart, Share, pack, unpack
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.spans import predictors
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
-from holdfast.models.layers.document_attention import Documents, key_places
+from holdfast.models.layers.document_attention import Documents
 from holdfast.models.layers.family import family_of
 from holdfast.models.layers.routers import RouterLoss
+from holdfast.models.layers.shared_keys import key_places
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.types import Batch, Example, LossSum
 from tests.models.architectures import SETTINGS, strong_model, twin

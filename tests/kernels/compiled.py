@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from holdfast.models.chunks import kernels
+from holdfast.models.chunks.kernel_form import columns_of
 from holdfast.rollout.local.block_attention import Operands
 from holdfast.rollout.local.block_kernels import STAGES, Launch, launches
 from holdfast.rollout.local.cache import BLOCK_SIZE
@@ -45,7 +46,7 @@ Latent keys in float32 are left out. They take 164,928 bytes, more than compute 
 minute of compiling; such a card decodes by torch's operations and says so.
 """
 VOCABULARIES = (151_936, 32_001)
-"""A multiple of 16, and one that is none: its rows are not aligned."""
+"""A multiple of 16, and one that is none: its logits have columns besides."""
 ROWS = 4096
 
 
@@ -61,8 +62,9 @@ class Recorded:
 
 def head_launches(dtype: torch.dtype, vocabulary: int, *, all_options: bool) -> Iterator[Launch]:
     """Yield the calls of the head for a chunk of rows, of tensors without data."""
-    products = torch.empty(ROWS, vocabulary, dtype=dtype, device="meta")
-    bias = torch.empty(vocabulary, dtype=dtype, device="meta") if all_options else None
+    columns = columns_of(vocabulary)
+    products = torch.empty(ROWS, columns, dtype=dtype, device="meta")
+    bias = torch.empty(columns, dtype=dtype, device="meta") if all_options else None
     targets = torch.empty(ROWS, dtype=torch.int64, device="meta")
     numbers = torch.empty(6, ROWS, device="meta")
     inner, factor = 0.03 if all_options else None, 0.7

@@ -52,7 +52,7 @@ def test_attention_over_blocks_copies_ahead_and_multiplies_in_tensor_cores(lines
     assert all(line["tensor_cores"] is (line["case"] != "single precision") for line in found)
 
 
-def test_the_head_reads_aligned_rows_in_wide_loads(lines: list[dict[str, Any]]) -> None:
+def test_the_head_reads_rows_in_wide_loads_whatever_the_vocabulary(lines: list[dict[str, Any]]) -> None:
     aligned, odd = (
         [line["wide_loads"] for line in lines if line["case"].startswith("head") and (vocabulary in line["case"])]
         for vocabulary in ("151936", "32001")
@@ -60,4 +60,4 @@ def test_the_head_reads_aligned_rows_in_wide_loads(lines: list[dict[str, Any]]) 
 
     assert (len(aligned), len(odd)) == (24, 24)
     assert min(aligned) >= 2, "of 16 bytes each"
-    assert max(odd) == 0
+    assert odd == aligned

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.models.layers.attention import packed_attention
 from holdfast.models.layers.document_attention import (
@@ -45,6 +46,29 @@ def operands(tokens: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, HEADS, tokens, SIZE), (1, KEY_HEADS, tokens, SIZE), (1, KEY_HEADS, tokens, SIZE), (HEADS,)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("branches", [(), (3, 2)], ids=["plain", "of branches"])
+def test_many_documents_are_laid_out_by_as_many_operations_as_two(branches: tuple[int, ...]) -> None:
+    counts = []
+    for documents in (2, 64):
+        with Operations() as operations:
+            Documents.of((9,) * documents, CPU, (branches,) * documents)
+        counts.append(operations.count)
+
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("seed", range(40))

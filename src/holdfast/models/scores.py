@@ -27,6 +27,26 @@ from holdfast.types import Scores
 TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
 """(log-probabilities [n], entropy [n] or None, start, end) -> weighted loss terms [n] of tokens start..end-1"""
 
+_WEIGHT = 1
+"""Index of the weight's gradient among those of hidden states, weight and bias."""
+_TAKER = "_holdfast_takes_wide_gradients"
+
+
+def take_wide_gradients(weight: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Let a head's matrix give away its gradient in float32, where a form sums it so, in place of a narrowed one.
+
+    Args:
+        weight: In a narrower dtype.
+        take: Called in each backward pass, with a gradient that nobody else has.
+    """
+    setattr(weight, _TAKER, take)
+
+
+def taker_of(weight: Tensor) -> Callable[[Tensor], None] | None:
+    """Return what takes a matrix's gradient in float32; None where it wants one in its own dtype."""
+    taker: Callable[[Tensor], None] | None = getattr(weight, _TAKER, None)
+    return taker
+
 
 def score(
     hidden: Tensor,
@@ -85,7 +105,8 @@ def separable_loss(  # noqa: PLR0913 - the operands of a formula
             outputs.keep(rows, statistics)
             if gradients.wanted:
                 gradients.add(form, statistics, targets, rows, by_logprob, by_entropy)
-    total: Tensor = WithGradients.apply(hidden, *head, loss, gradients.sums())  # type: ignore[no-untyped-call]
+    taker = taker_of(head.weight) if form.sums_wide else None
+    total: Tensor = WithGradients.apply(hidden, *head, loss, gradients.sums(), taker)  # type: ignore[no-untyped-call]
     return total, Scores(outputs.logprobs, outputs.accuracy, outputs.entropy if entropy else None)
 
 
@@ -98,17 +119,15 @@ class _HeadGradients:
     """
 
     def __init__(self, states: Tensor, head: HeadWeights) -> None:
-        wide = torch.float64 if states.dtype == torch.float64 else torch.float32
+        self._wide = torch.float64 if states.dtype == torch.float64 else torch.float32
         self._states, self._head = states, head
         self._by_hidden = torch.empty_like(states) if states.requires_grad else None
-        self._by_weight, self._by_bias = (
-            torch.zeros_like(tensor, dtype=wide) if tensor is not None and tensor.requires_grad else None
-            for tensor in head
-        )
+        self._by_weight: Tensor | None = None
+        self._by_bias = self._zeros(head.bias)
 
     @property
     def wanted(self) -> bool:
-        return any(gradient is not None for gradient in self.sums())
+        return any(tensor is not None and tensor.requires_grad for tensor in (self._states, *self._head))
 
     def add(  # noqa: PLR0913, PLR0917 - the operands of a formula
         self,
@@ -127,14 +146,19 @@ class _HeadGradients:
         if self._by_hidden is not None:
             product = narrow @ self._head.weight
             self._by_hidden[rows] = product if narrow_factor is None else product.mul_(narrow_factor)
-        if self._by_weight is not None:
-            form.add_product(self._by_weight, narrow, states if narrow_factor is None else states * narrow_factor)
+        if self._head.weight.requires_grad:
+            rows_of_product = states if narrow_factor is None else states * narrow_factor
+            self._by_weight = form.add_product(self._by_weight, narrow, rows_of_product)
         if self._by_bias is not None:
             self._by_bias += slopes.sum(0, dtype=self._by_bias.dtype) if factor is None else factor @ slopes
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias, the sums as wide as they were added up."""
-        return self._by_hidden, self._by_weight, self._by_bias
+        by_weight = self._zeros(self._head.weight) if self._by_weight is None else self._by_weight  # of no token
+        return self._by_hidden, by_weight, self._by_bias
+
+    def _zeros(self, tensor: Tensor | None) -> Tensor | None:
+        return torch.zeros_like(tensor, dtype=self._wide) if tensor is not None and tensor.requires_grad else None
 
 
 def _prepared(hidden: Tensor, head: HeadWeights, options: ScoreOptions) -> tuple[Tensor, HeadWeights, Form]:
@@ -168,7 +192,7 @@ class _Recompute(torch.autograd.Function):
             for rows in _chunks(states, form):
                 outputs.keep(rows, form.statistics(states[rows], targets[rows]))
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.options = options
+        ctx.options, ctx.take = options, taker_of(weight) if form.sums_wide else None
         ctx.mark_non_differentiable(outputs.accuracy)
         return outputs.logprobs, outputs.entropy, outputs.accuracy
 
@@ -185,7 +209,7 @@ class _Recompute(torch.autograd.Function):
                 by_chunk_entropy = by_entropy[rows] if options.want_entropy else None
                 gradients.add(form, statistics, targets, rows, by_logprobs[rows], by_chunk_entropy)
         dtypes = [None if part is None else part.dtype for part in (hidden, weight, bias)]
-        return (*narrowed(list(gradients.sums()), dtypes), None, None)
+        return (*narrowed(list(gradients.sums()), dtypes, take=ctx.take), None, None)
 
 
 class _Outputs:
@@ -220,7 +244,8 @@ def _differentiate(terms: TokenTerms, statistics: Statistics, rows: slice) -> tu
 class WithGradients(torch.autograd.Function):
     """A loss whose gradients by hidden states, weight and bias are known already, maybe in a wider dtype than theirs.
 
-    They are narrowed in the backward pass: until then a head that is split over ranks is gathered.
+    They are narrowed in the backward pass: until then a head that is split over ranks is gathered. The weight's is not
+    where it is taken (`take_wide_gradients`).
     """
 
     @staticmethod
@@ -231,26 +256,36 @@ class WithGradients(torch.autograd.Function):
         bias: Tensor | None,
         loss: Tensor,
         gradients: Sequence[Tensor | None],
+        take: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Return the loss, and note its gradients."""
-        ctx.parts = list(gradients)
+        ctx.parts, ctx.take = list(gradients), take
         ctx.dtypes = [None if part is None else part.dtype for part in (hidden, weight, bias)]
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
         """Return the gradients that were noted, times the loss's own."""
-        return (*narrowed(ctx.parts, ctx.dtypes, by_loss), None, None)
+        return (*narrowed(ctx.parts, ctx.dtypes, by_loss, ctx.take), None, None, None)
 
 
 def narrowed(
-    parts: list[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor | None = None
+    parts: list[Tensor | None],
+    dtypes: Sequence[torch.dtype | None],
+    factor: Tensor | None = None,
+    take: Callable[[Tensor], None] | None = None,
 ) -> list[Tensor | None]:
-    """Return gradients in the dtypes of what they belong to, maybe times a factor; `parts` is emptied as they are."""
+    """Return gradients in the dtypes of what they belong to, maybe times a factor; `parts` is emptied as they are.
+
+    Where there is a `take`, it gets the weight's, which is then not returned.
+    """
     results: list[Tensor | None] = []
-    for dtype in dtypes:
+    for index, dtype in enumerate(dtypes):
         part = parts.pop(0)
-        if part is not None:
+        if part is not None and take is not None and index == _WEIGHT:
+            take(part if factor is None else part.mul_(factor.to(part.dtype)))
+            part = None
+        elif part is not None:
             part = part.to(dtype)  # the wide one is freed before the next is narrowed
             part = part if factor is None else part.mul_(factor.to(part.dtype))
         results.append(part)

@@ -3,7 +3,8 @@
 The parameters of the modules are the float32 tensors, except from the start of a forward pass to the end of its
 backward pass: then the modules have copies in the compute dtype. Gradients of the copies are added to float32 gradients
 of the parameters block by block, as soon as all of a block's are there, so that those in the compute dtype never exist
-for the whole model at once. The numbers are those of FSDP2 on one rank, to the bit.
+for the whole model at once. The numbers are those of FSDP2 on one rank, to the bit, but for the head's matrix on a GPU:
+kernels sum its gradient in float32, which is given to the parameter as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from holdfast.models.names import canonical_name
+from holdfast.models.scores import take_wide_gradients
 
 _ATTRIBUTE = "_holdfast_compute_copies"
 
@@ -28,6 +30,8 @@ class _Pair:
 
     parameter: nn.Parameter
     copy: nn.Parameter
+    numbers: Tensor
+    """The copy's, behind its version counter: what is written there does not count as a change of the copy."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +40,9 @@ class _Unit:
 
     pairs: list[_Pair] = field(default_factory=list)
     ready: list[_Pair] = field(default_factory=list)
-    """Those whose copy has a gradient that is not added yet."""
+    """Those whose gradient is whole, and not added yet where it is the copy's."""
+    taken: list[_Pair] = field(default_factory=list)
+    """Those whose parameter has got a part of its gradient in its own dtype."""
 
     @property
     def trained(self) -> int:
@@ -102,6 +108,7 @@ class ComputeCopies:
             module._parameters[name] = pair.parameter
         for unit in self._units:
             unit.ready.clear()
+            unit.taken.clear()
             for pair in unit.pairs:
                 pair.copy.grad = None  # only a backward pass that failed has left any
         self._in_place = self._in_backward = False
@@ -118,16 +125,17 @@ class ComputeCopies:
     @torch.no_grad()
     def cast(self, pairs: list[_Pair]) -> None:
         """Write the weights into their copies."""
-        # `.data` leaves the version counters of the copies alone: two forward passes may come before the first of
-        # their backward passes, and the weights are the same in both. A model that recomputes cannot do so: the end of
-        # the first backward pass puts the parameters back, from which the second one would recompute.
-        torch._foreach_copy_([pair.copy.data for pair in pairs], [pair.parameter.data for pair in pairs])
+        # The version counters of the copies stay: two forward passes may come before the first of their backward
+        # passes, and the weights are the same in both. A model that recomputes cannot do so: the end of the first
+        # backward pass puts the parameters back, from which the second one would recompute.
+        torch._foreach_copy_([pair.numbers for pair in pairs], [pair.parameter for pair in pairs])
 
     @torch.no_grad()
     def add(self, unit: _Unit) -> None:
         """Add the gradients of a unit's copies to those of the parameters, and free them."""
-        new = [pair for pair in unit.ready if pair.parameter.grad is None]
-        old = [pair for pair in unit.ready if pair.parameter.grad is not None]
+        narrow = [pair for pair in unit.ready if pair.copy.grad is not None]
+        new = [pair for pair in narrow if pair.parameter.grad is None]
+        old = [pair for pair in narrow if pair.parameter.grad is not None]
         for pair in new:
             pair.parameter.grad = torch.empty_like(pair.parameter)
         if new:
@@ -139,6 +147,7 @@ class ComputeCopies:
             # Autograd calls a leaf's hooks when it has added a gradient; nothing else would, of one that is added here.
             for hook in (pair.parameter._post_accumulate_grad_hooks or {}).values():
                 hook(pair.parameter)
+        unit.taken = [pair for pair in unit.taken if pair not in unit.ready]
         unit.ready.clear()
 
     def _make(self) -> None:
@@ -147,11 +156,14 @@ class ComputeCopies:
         pairs: dict[int, _Pair] = {}
         for name, parameter in self._policy.named_parameters():
             if parameter.is_floating_point() and parameter.ndim and parameter.dtype != self._dtype:
-                pair = _Pair(parameter, nn.Parameter(torch.empty_like(parameter, dtype=self._dtype)))
+                copy = nn.Parameter(torch.empty_like(parameter, dtype=self._dtype))
+                pair = _Pair(parameter, copy, copy.data)
                 unit = self._units[unit_of[canonical_name(name)]]
                 unit.pairs.append(pair)
                 pairs[id(parameter)] = pair
                 pair.copy.register_post_accumulate_grad_hook(partial(self._arrived, unit, pair))  # type: ignore[no-untyped-call]  # torch has no types for it
+                if parameter.dtype == torch.float32:
+                    take_wide_gradients(copy, partial(self.take, unit, pair))
         self._slots = [
             (module, name, pairs[id(parameter)])
             for module in self._policy.modules()
@@ -159,17 +171,31 @@ class ComputeCopies:
             if id(parameter) in pairs
         ]
 
+    def take(self, unit: _Unit, pair: _Pair, gradient: Tensor) -> None:
+        """Take a gradient in float32 that is nobody else's, in place of one of the copy, whose hooks follow."""
+        self._start_backward()
+        if pair.parameter.grad is None:
+            pair.parameter.grad = gradient
+        else:
+            pair.parameter.grad += gradient
+        unit.taken.append(pair)
+
     def _arrived(self, unit: _Unit, pair: _Pair, _: Tensor) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            # FSDP2 learns by the same private call of the end of a backward pass; there is no public one.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._start_backward()
         unit.ready.append(pair)
         if len(unit.ready) == unit.trained:
             self.add(unit)
 
+    def _start_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            # FSDP2 learns by the same private call of the end of a backward pass; there is no public one.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
     def _end_backward(self) -> None:
         for unit in self._units:
+            # torch calls a leaf's hooks also for a gradient that is absent, which it does not promise.
+            unit.ready += [pair for pair in unit.taken if pair not in unit.ready]
             if unit.ready:  # the pass did not reach all of its parameters
                 self.add(unit)
         self.leave()

@@ -44,6 +44,8 @@ class Form(Protocol):
 
     tokens: int
     """Of a chunk."""
+    sums_wide: bool
+    """Whether products are added up in float32 without being rounded to the dtype of their factors first."""
 
     def statistics(self, states: Tensor, targets: Tensor) -> Statistics:
         """Multiply a chunk's states [n, H] with the head and sweep the logits once."""
@@ -58,5 +60,5 @@ class Form(Protocol):
             by_entropy: [n], those by the entropies, None for none.
         """
 
-    def add_product(self, total: Tensor, by_logits: Tensor, states: Tensor) -> None:
-        """Add `by_logits.T @ states` to a sum [V, H] in float32 or better, in place."""
+    def add_product(self, total: Tensor | None, by_logits: Tensor, states: Tensor) -> Tensor:
+        """Return a sum [V, H] in float32 or better with `by_logits.T @ states` added in place; None begins one."""

@@ -1,6 +1,7 @@
 """The sweeps in two Triton kernels: logits stay in the dtype of the product, in one buffer for all chunks.
 
 A logit is written by the product, read once for every statistic, overwritten with its slope, and read by two products.
+Where the vocabulary is no multiple of 16, columns of minus infinity follow: they weigh nothing, and their slopes are 0.
 Each kernel is an operation of torch with a fake form, so that a step can be planned where there is no device.
 """
 
@@ -68,6 +69,8 @@ def _(products, bias, targets, numbers, inner, factor, entropy):  # type: ignore
 class KernelForm:
     """A `Form` for a head in bfloat16 or float32, without smoothed labels."""
 
+    sums_wide = True
+
     def __init__(self, head: HeadWeights, options: ScoreOptions) -> None:
         spec = options.spec
         assert spec.kernel_tokens is not None
@@ -76,19 +79,26 @@ class KernelForm:
         capped = spec.softcap is not None
         self._inner = spec.scale / spec.softcap if spec.softcap is not None else None
         self._factor = (spec.softcap if capped and spec.softcap is not None else spec.scale) / options.temperature
+        self._columns = columns_of(head.weight.shape[0])
+        self._bias = head.bias
+        if head.bias is not None and self._columns > len(head.bias):
+            self._bias = torch.nn.functional.pad(head.bias.detach(), (0, self._columns - len(head.bias)))
         self._buffer: Tensor | None = None
         self._numbers: tuple[Tensor, ...] = ()
 
     def statistics(self, states: Tensor, targets: Tensor) -> Statistics:
         """Return the statistics of a chunk; no later one may be longer than the first."""
-        weight, bias = self._head
+        weight = self._head.weight
         if self._buffer is None:
-            self._buffer = states.new_empty((states.shape[0], weight.shape[0]))
-        products = torch.mm(states, weight.t(), out=self._buffer[: states.shape[0]])
+            self._buffer = states.new_empty((states.shape[0], self._columns))
+        padded = self._buffer[: states.shape[0]]
+        products = torch.mm(states, weight.t(), out=padded[:, : weight.shape[0]])
+        if padded.shape[1] > weight.shape[0]:
+            padded[:, weight.shape[0] :] = float("-inf")  # slopes of the last chunk stand there
         if self._options.spec.support is not None:
             self._restrict(products, targets)
         best, others, chosen, mean_gap, count = _read_logits(
-            products, bias, targets, self._inner, self._factor, self._options.want_entropy
+            padded, self._bias, targets, self._inner, self._factor, self._options.want_entropy
         )
         log_total = others.log1p()
         logprobs = (chosen - best) * self._factor - log_total
@@ -100,19 +110,20 @@ class KernelForm:
     def slopes(self, statistics: Statistics, targets: Tensor, by_logprob: Tensor, by_entropy: Tensor | None) -> Slopes:
         """Return the slopes of that chunk, in the dtype of the product; they lie where its logits were."""
         assert self._buffer is not None
-        products = self._buffer[: targets.shape[0]]
+        padded = self._buffer[: targets.shape[0]]
         at_target = by_logprob * -statistics.logprobs.expm1()
         last = torch.zeros_like(at_target) if by_entropy is None else by_entropy
         numbers = torch.stack([*self._numbers, by_logprob, at_target, last])
-        _write_slopes(products, self._head.bias, targets, numbers, self._inner, self._factor, by_entropy is not None)
-        return Slopes(products, None)
+        _write_slopes(padded, self._bias, targets, numbers, self._inner, self._factor, by_entropy is not None)
+        return Slopes(padded[:, : self._head.weight.shape[0]], None)
 
-    def add_product(self, total: Tensor, by_logits: Tensor, states: Tensor) -> None:
-        """Add a product to a sum; on a device it is never rounded to the dtype of its factors."""
-        if total.is_cuda and total.dtype != states.dtype:
-            torch.addmm(total, by_logits.t(), states, out_dtype=torch.float32, out=total)
-        else:
-            add_product(total, by_logits, states)
+    def add_product(self, total: Tensor | None, by_logits: Tensor, states: Tensor) -> Tensor:
+        """Return a sum with a product added; on a device it is never rounded to the dtype of its factors."""
+        if not states.is_cuda or states.dtype == torch.float32:
+            return add_product(total, by_logits, states)
+        if total is None:
+            return torch.mm(by_logits.t(), states, out_dtype=torch.float32)
+        return torch.addmm(total, by_logits.t(), states, out_dtype=torch.float32, out=total)
 
     def _restrict(self, products: Tensor, targets: Tensor) -> None:
         """Write minus infinity over the products of tokens that the support leaves out."""
@@ -125,6 +136,11 @@ class KernelForm:
             logits, _ = scaled(part.to(torch.float32, copy=True), self._head.bias, spec, self._options.temperature)
             logits = spec.support.restrict(logits, targets[start : start + rows])
             part.masked_fill_(logits == float("-inf"), float("-inf"))
+
+
+def columns_of(vocabulary: int) -> int:
+    """Return how many columns logits have: with a multiple of 16, a row is read 16 bytes at a time."""
+    return vocabulary if vocabulary % 16 == 0 else -(-vocabulary // 64) * 64
 
 
 def kernels_take(options: ScoreOptions, dtype: torch.dtype) -> bool:

@@ -55,18 +55,25 @@ def scaled(product: Tensor, bias: Tensor | None, spec: HeadSpec, temperature: fl
     return logits, slope
 
 
-def add_product(total: Tensor, by_logits: Tensor, states: Tensor) -> None:
-    """Add `by_logits.T @ states`, [n, V] and [n, H] of one dtype, to a sum [V, H] in place.
+def add_product(total: Tensor | None, by_logits: Tensor, states: Tensor) -> Tensor:
+    """Return a sum [V, H] with `by_logits.T @ states`, of [n, V] and [n, H] of one dtype, added in place.
 
     A product in another dtype than the sum's needs memory of its own; it is formed in slices of the vocabulary.
+
+    Args:
+        total: In float32 or better; None for a sum that begins.
+        by_logits, states: The factors.
     """
+    if total is None:
+        wide = torch.promote_types(states.dtype, torch.float32)
+        total = states.new_zeros((by_logits.shape[1], states.shape[1]), dtype=wide)
     if total.dtype == states.dtype:
-        total.addmm_(by_logits.t(), states)
-        return
+        return total.addmm_(by_logits.t(), states)
     rows = max(1, _PRODUCT_BYTES // (states.shape[1] * states.element_size()))
     for start in range(0, total.shape[0], rows):
         part = slice(start, start + rows)
         total[part] += by_logits[:, part].t() @ states
+    return total
 
 
 def count_largest(logits: Tensor) -> tuple[Tensor, Tensor]:

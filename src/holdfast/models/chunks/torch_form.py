@@ -45,6 +45,8 @@ class _Swept(NamedTuple):
 class TorchForm:
     """A `Form` for a head in the dtype of the product."""
 
+    sums_wide = False
+
     def __init__(self, head: HeadWeights, options: ScoreOptions) -> None:
         self.tokens = chunk_tokens(options.spec, head.weight.shape[0], head.weight.device)
         self._head, self._options = head, options
@@ -90,9 +92,9 @@ class TorchForm:
             exponentials = exponentials.mul_(slope)
         return Slopes(exponentials, factor * (self._options.spec.scale / self._options.temperature))
 
-    def add_product(self, total: Tensor, by_logits: Tensor, states: Tensor) -> None:
-        """Add a product to a sum; one in a narrower dtype is rounded to it first."""
-        add_product(total, by_logits, states)
+    def add_product(self, total: Tensor | None, by_logits: Tensor, states: Tensor) -> Tensor:
+        """Return a sum with a product added; one in a narrower dtype is rounded to it first."""
+        return add_product(total, by_logits, states)
 
 
 def _sweep_blocks(logits: Tensor, *, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -24,6 +24,7 @@ from holdfast.models.layers.document_attention import (
     attend_as_operation,
     attend_in_documents,
 )
+from holdfast.models.layers.shared_keys import repeat_keys
 
 PACKED = "holdfast_packed"
 """Name under which transformers finds this attention."""
@@ -204,8 +205,8 @@ def flash_call(  # noqa: PLR0913 - the operands of a formula
         options: What the layer asks for; the kernel knows neither soft caps nor dropout.
         groups: Whether the kernel takes fewer key heads than query heads; otherwise key heads are repeated.
     """
-    if runs.key_index is not None:
-        key, value = key[:, :, runs.key_index], value[:, :, runs.key_index]
+    if runs.shared is not None:
+        key, value = repeat_keys(key, runs.shared), repeat_keys(value, runs.shared)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, heads, size]
     left = -1 if options.window is None else options.window - 1
     named: dict[str, Any] = {"scale": options.scaling, "window_size": (left, 0)}

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own short name
 from torch import Tensor
 
 from holdfast.models.layers.exchange import RowExchange
+from holdfast.models.layers.shared_keys import SharedKeys, key_places
 
 
 class AttentionOptions(NamedTuple):
@@ -229,8 +230,8 @@ class KernelRuns:
     """[runs + 1] int32 on the device: where the queries of each run start, and the end of the last."""
     key_offsets: Tensor
     """As `query_offsets`, of the keys."""
-    key_index: Tensor | None
-    """[keys] int64 on the device: the position in the row of each key; None where they are those of the queries."""
+    shared: SharedKeys | None
+    """The keys that runs see; None where they are those of the queries."""
     longest: tuple[Tensor, Tensor]
     """Two tensors without data on the host, as long as the longest run of queries and of keys."""
 
@@ -281,53 +282,35 @@ def read_layout(layout: Tensor) -> tuple[tuple[int, ...], tuple[tuple[int, ...],
     return tuple(row[0] for row in rows), tuple(tuple(row[1:]) for row in rows)
 
 
-def key_places(
-    lengths: Sequence[int], branches: Sequence[tuple[int, ...]]
-) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Return where the keys of each run of queries lie, [all keys] int64, and how many queries and keys each run has.
-
-    Keys of a head are repeated for each of its branches; queries are not.
-    """
-    places, queries, keys, start = [], [], [], 0
-    for length, parts in zip(lengths, branches, strict=True):
-        head = length - sum(parts)
-        shared = torch.arange(start, start + head)
-        if head:
-            places.append(shared)
-            queries.append(head)
-            keys.append(head)
-        after = start + head
-        for part in parts:
-            places += [shared, torch.arange(after, after + part)]
-            queries.append(part)
-            keys.append(head + part)
-            after += part
-        start += length
-    return torch.cat(places), tuple(queries), tuple(keys)
-
-
 def _layout(lengths: Sequence[int], branches: Sequence[tuple[int, ...]]) -> Tensor:
     # Sizes of 0 and 1 are constants to the compiler.
-    layout = torch.zeros(max(2, len(lengths)), max(2, 1 + max(map(len, branches), default=0)), dtype=torch.int64)
-    for row, (length, parts) in enumerate(zip(lengths, branches, strict=True)):
-        layout[row, : 1 + len(parts)] = torch.tensor((length, *parts))
-    return _of_any_size(layout)
+    width = max(2, 1 + max(map(len, branches), default=0))
+    rows = [(length, *parts, *(0,) * (width - 1 - len(parts))) for length, parts in zip(lengths, branches, strict=True)]
+    rows += [(0,) * width] * (2 - len(rows))
+    return _of_any_size(torch.tensor(rows, dtype=torch.int64))
 
 
 def _runs(lengths: tuple[int, ...], branches: tuple[tuple[int, ...], ...], device: torch.device) -> KernelRuns:
     queries = keys = lengths
-    key_index: Tensor | None = None
+    shared: SharedKeys | None = None
     if any(branches):
         places, queries, keys = key_places(lengths, branches)
-        key_index = _of_any_size(places.to(device, non_blocking=True))
+        found = SharedKeys.of(places)
+        sent = [_of_any_size(_sent(each, device)) for each in (found.places, found.own, found.shared)]
+        shared = SharedKeys(sent[0], sent[1], sent[2], _of_any_size(found.counts))
     query_offsets = _offsets(queries, device)
-    key_offsets = query_offsets if key_index is None else _offsets(keys, device)
-    return KernelRuns(query_offsets, key_offsets, key_index, (_as_size(max(queries)), _as_size(max(keys))))
+    key_offsets = query_offsets if shared is None else _offsets(keys, device)
+    return KernelRuns(query_offsets, key_offsets, shared, (_as_size(max(queries)), _as_size(max(keys))))
 
 
 def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
     ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return _of_any_size(ends.to(device, non_blocking=True))
+    return _of_any_size(_sent(ends, device))
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy numbers to a device, on a GPU from pinned memory: more than 64 KiB of other memory would wait for it."""
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
 def _as_size(number: int) -> Tensor:
