@@ -30,12 +30,13 @@ class Fixed(Steps):
 
     def recording_of(self, step: Any) -> DrawToken:
         rows = step.__self__
+        weights = [*rows._predictor.replica.model.parameters(), rows._predictor.head.weight]
 
         def places() -> list[int]:
-            weights = [*rows._predictor.replica.model.parameters(), rows._predictor.head.weight]
+            joined = [joint.weight for form in rows._forms for joint in form._joints]
             blocks = [tensor for pair in rows.cache.pairs.values() for tensor in pair]
             slots = rows._kept.slots
-            return [tensor.data_ptr() for tensor in (*weights, *blocks, *slots.row_tensors(), slots.tables)]
+            return [tensor.data_ptr() for tensor in (*weights, *joined, *blocks, *slots.row_tensors(), slots.tables)]
 
         before, step_there = places(), super().recording_of(step)
 

@@ -48,6 +48,7 @@ WORDS = {
     "prompts": Words("rollouts", "long prompts are computed in pieces", "long prompts are computed at once"),
     "attention": Words("rollouts", "attention reads blocks of keys and values in place", "attention gathers blocks"),
     "steps": Words("rollouts", "steps are recorded and replayed", "steps run operation by operation"),
+    "projections": Words("rollouts", "recorded steps join projections of one input", "no projections are joined"),
     "layers": Words("rollouts", "layers of recorded steps are compiled", "layers of recorded steps are not compiled"),
 }
 """Name of a form, as in the record and in the columns `form/*` -> what is printed of it."""

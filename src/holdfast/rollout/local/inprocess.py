@@ -24,10 +24,11 @@ from holdfast.rollout.local.block_attention import InPlace
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, CACHED, register_cache
 from holdfast.rollout.local.decoding import Decoding
-from holdfast.rollout.local.fused import CompiledLayers, Compiler
+from holdfast.rollout.local.fused import CompiledLayers, Compiler, StepForm
 from holdfast.rollout.local.graphs import CHECKED_STEPS, Recorder
 from holdfast.rollout.local.pieces import Pieces, why_whole
 from holdfast.rollout.local.predictor import Predictor
+from holdfast.rollout.local.projections import JoinedProjections
 from holdfast.rollout.local.recordings import Recordings
 from holdfast.rollout.local.replica import Replica, ReplicaEngine, for_few_rows
 from holdfast.rollout.local.rows import DeviceRows
@@ -95,6 +96,7 @@ class InProcessEngine(ReplicaEngine):
         self._layers: CompiledLayers | None = None
         if recorder is not None and compiler is not None:
             self._layers = CompiledLayers(self._replica.model, compiler)
+        self._projections = JoinedProjections(self._replica.model)
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
 
     @property
@@ -104,13 +106,13 @@ class InProcessEngine(ReplicaEngine):
     @property
     def kept_bytes(self) -> int:
         """Bytes that are kept between rollouts beside the weights."""
-        return self._kept.nbytes
+        return self._kept.nbytes + self._projections.nbytes
 
     def free(self, reason: str = "") -> None:
         """Give back what is kept between rollouts, for ever if there is a reason."""
         if reason:
             self._kept.give_up(reason)
-        self._kept.free()
+        self._free_kept()
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over whole tensors; keys and values of older weights are never read."""
@@ -125,13 +127,17 @@ class InProcessEngine(ReplicaEngine):
 
     def sleep(self) -> bool:
         """Give the memory of weights, and all that was recorded, back."""
-        self._kept.free()
+        self._free_kept()
         return super().sleep()
 
     def close(self) -> None:
         """Give everything back."""
-        self._kept.free()
+        self._free_kept()
         super().close()
+
+    def _free_kept(self) -> None:
+        self._kept.free()
+        self._projections.free()
 
     @torch.no_grad()
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
@@ -171,8 +177,10 @@ class InProcessEngine(ReplicaEngine):
         """
         kept = self._kept
         if longest is None or kept.recorder is None:
-            kept.free()
+            self._free_kept()
             kept = Recordings()
+        else:
+            self._join_projections()
         predictor = self._predictor(kept)
         if self._state_blocks is None:
             self._state_blocks = state_blocks(predictor) if self._replica.family.recurrent else 0
@@ -182,7 +190,7 @@ class InProcessEngine(ReplicaEngine):
             predictor,
             kept,
             blocks,
-            layers=self._layers,
+            forms=self._step_forms,
             most_blocks=None if longest is None else blocks.needed(longest),
             look_every=self._look_every,
             lose=self.forms.lose,
@@ -206,6 +214,7 @@ class InProcessEngine(ReplicaEngine):
         finally:
             if not (ended and kept.stays):
                 kept.free()
+                self._projections.free()
 
     @torch.no_grad()
     def choose_forms(self, forms: Forms) -> list[Standing]:
@@ -233,9 +242,24 @@ class InProcessEngine(ReplicaEngine):
             if self.in_place is not None:
                 chosen.append(trial.choose_attention(forms, self.in_place))
             if self._recorder is not None:
-                chosen += trial.choose_graphs(forms, self._recorder, self._layers, self._use_recorder)
-        self._kept.free()
+                chosen += trial.choose_graphs(forms, self._recorder, self._step_forms, self._use_recorder)
+        self._free_kept()
         return chosen
+
+    def _join_projections(self) -> None:
+        try:
+            if self._projections.fill(self._replica.owned):
+                self._kept.forget()
+        except torch.OutOfMemoryError:
+            self._kept.forget()
+            self._projections.use(0)
+            self.forms.lose(self._projections.name, "memory has no room for them")
+
+    @property
+    def _step_forms(self) -> list[StepForm]:
+        """The forms that recorded steps may have; layers are compiled with the projections that they then compute."""
+        joined: list[StepForm] = [self._projections] if self._projections.are_possible else []
+        return joined if self._layers is None else [*joined, self._layers]
 
     def _use_recorder(self, value: int) -> None:
         if not value:

@@ -97,6 +97,12 @@ class Replica:
                 buffers[name].copy_(tensor)
         assert not waiting, f"no weights came for {sorted(waiting)[:3]}"
 
+    @property
+    def owned(self) -> set[int]:
+        """Identities of the parameters that share their memory with no tensor that was taken over."""
+        parameters = named_parameters(self.model)
+        return {id(parameters[name]) for name in self._own}
+
     def places(self) -> list[tuple[object, ...]]:
         """Return where each weight lies."""
         return [(value.data_ptr(), value.shape, value.stride(), value.dtype) for value in self.model.parameters()]

@@ -17,7 +17,7 @@ from torch import Tensor
 from holdfast.parallel.forms import Forms
 from holdfast.rollout.local.blocks import PADDING, RESERVED, SCRATCH, Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, View
-from holdfast.rollout.local.fused import CompiledLayers, LoseForm, step_graph
+from holdfast.rollout.local.fused import LoseForm, StepForm, step_graph
 from holdfast.rollout.local.graphs import CHECKED_STEPS, DrawToken, NotReplayable
 from holdfast.rollout.local.predictor import Predictor, RowState
 from holdfast.rollout.local.recordings import Recordings
@@ -43,7 +43,7 @@ class DeviceRows:
         predictor: What steps.
         kept: Their memory, and what was recorded.
         blocks: Which blocks are whose.
-        layers: The model's, compiled for steps that are recorded; None where they are not.
+        forms: Of what recorded steps compute; those that do not go on without the later ones come first.
         most_blocks: Blocks that no row will exceed, where that is known.
         look_every: Most steps between two looks.
         lose: Is told of optional forms that are given up; default: they are printed.
@@ -55,14 +55,14 @@ class DeviceRows:
         kept: Recordings,
         blocks: Blocks,
         *,
-        layers: CompiledLayers | None = None,
+        forms: Sequence[StepForm] = (),
         most_blocks: int | None = None,
         look_every: int = 1,
         lose: LoseForm | None = None,
     ) -> None:
         self._lose = lose or Forms().lose
         self._predictor, self._kept, self.cache, self._blocks = predictor, kept, kept.cache, blocks
-        self._layers, self._most_blocks, self._look_every = layers, most_blocks, look_every
+        self._forms, self._most_blocks, self._look_every = forms, most_blocks, look_every
         self._bucket = Bucket(0, 0)
         self._part: Slots | None = None
         """The part of the memory that the bucket has."""
@@ -194,12 +194,12 @@ class DeviceRows:
         replay = self._kept.replay(self._purpose())
         return replay or self._kept.record(
             self._purpose,
-            lambda: step_graph(recorder, self, self._predictor, self._layers, self._lose),
+            lambda: step_graph(recorder, self, self._predictor, self._forms, self._lose),
         )
 
     def _purpose(self) -> Hashable:
         """Return what one recording is for: a bucket, a distribution, and the forms of what is computed."""
-        forms = self.cache.in_place and self.cache.in_place.agrees, self._layers and self._layers.are_sound
+        forms = self.cache.in_place and self.cache.in_place.agrees, tuple(form.are_sound for form in self._forms)
         return self._bucket, self._predictor.distribution, forms
 
     def compare_attention(self) -> None:
