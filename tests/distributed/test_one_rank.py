@@ -16,11 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.metrics.sink import last_rewind
+from holdfast.models.names import named_parameters
 from holdfast.parallel.copies import attach_copies, copies_of
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft_step
+from holdfast.rollout.local.inprocess import InProcessEngine
+from holdfast.training.engines import build_engine, give_weights
 from holdfast.training.setup.begin import Live, build_run
 from tests.crash.processes import run_doomed
 from tests.crash.runs import log_of, saved_steps, state_differences, values_of
@@ -155,6 +158,27 @@ def test_a_kill_and_resumes_on_two_ranks_and_back_give_the_checkpoints_of_fsdp2(
     assert log_of(places["alone"]) == log_of(places["fsdp2"])
     # The run of FSDP2 has no copies to compute from.
     assert state_differences(places["alone"], places["fsdp2"]) == ["trainer.json: state.forms.copies differs"]
+
+
+def sampled_from(world: World, tree: dict[str, Any]) -> list[tuple[bool, bool]]:
+    """Return whether an engine reads what passes read, and whether that is of the present weights, twice."""
+    training = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(24)))
+    engine, found = build_engine(training.model, "inprocess"), []
+    for _ in range(2):
+        sft_step(training)
+        give_weights(engine, training.model)
+        copies = copies_of(training.model.module)
+        assert copies is not None and isinstance(engine, InProcessEngine)
+        read = named_parameters(engine._replica.model)
+        masters = sharded_parameters(training.model.module)
+        shares = {value.data_ptr() for value in read.values()} == {value.data_ptr() for value in copies.tensors}
+        present = all(torch.equal(value, masters[name].to(torch.bfloat16)) for name, value in read.items())
+        found.append((shares, present))
+    return found
+
+
+def test_an_engine_reads_the_copies_that_passes_read(pools: Any, tmp_path: Path) -> None:
+    assert pools(1).run(sampled_from, tree_of(tiny_directory(tmp_path / "model", "llama"))) == [[(True, True)] * 2]
 
 
 def test_a_pass_reads_copies_again_after_one_that_found_no_memory_for_them() -> None:

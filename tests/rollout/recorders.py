@@ -10,7 +10,9 @@ from holdfast.rollout.local.graphs import DrawToken
 
 
 class Steps:
-    """Records nothing: the step itself runs, in its fixed memory."""
+    """Records nothing: the step itself runs, in the memory that it had, whatever rows lie there."""
+
+    nbytes = 0
 
     def __init__(self) -> None:
         self.buckets: list[tuple[int, int]] = []
@@ -20,8 +22,16 @@ class Steps:
         self.buckets.append(tuple(step.__self__._bucket))
         return self.recording_of(step)
 
-    def recording_of(self, step: DrawToken) -> DrawToken:
-        return step
+    def recording_of(self, step: Any) -> DrawToken:
+        rows = step.__self__
+        recorded = rows._part, rows._bucket
+
+        def replay() -> None:
+            present, (rows._part, rows._bucket) = (rows._part, rows._bucket), recorded
+            step()
+            rows._part, rows._bucket = present
+
+        return replay
 
     def forget(self) -> None:
         pass

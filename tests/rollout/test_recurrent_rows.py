@@ -98,7 +98,7 @@ def test_no_more_rows_are_decoded_than_there_is_memory_for_beside_their_states()
             most = max(most, len(decoding.rows))
         cache = decoding.on_device.cache
         block = sum(tensor[0].nbytes for pair in cache.pairs.values() for tensor in pair)
-        states = sum(state.nbytes for state in decoding.on_device._memory.state.layers.values())  # type: ignore[union-attr]
+        states = sum(state.nbytes for state in decoding.on_device._kept.slots.state.layers.values())  # type: ignore[union-attr]
 
     assert 1 <= most < 16
     assert states <= 60 * block, "slots take no more than blocks may"

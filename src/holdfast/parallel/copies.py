@@ -78,6 +78,19 @@ class ComputeCopies:
         self._depth += 1
         if self._depth > 1:
             return
+        for pair in self._present():
+            if pair.copy.requires_grad != pair.parameter.requires_grad:
+                pair.copy.requires_grad_(pair.parameter.requires_grad)
+        for module, name, pair in self._slots:
+            module._parameters[name] = pair.copy
+        self._in_place = True
+
+    def of_parameters(self) -> dict[int, Tensor]:
+        """Return copies of the present weights by the identity of their parameter; later passes write them anew."""
+        return {id(pair.parameter): pair.copy.detach() for pair in self._present()}
+
+    def _present(self) -> list[_Pair]:
+        """Let copies be of the present weights."""
         self.leave()  # a forward pass whose backward pass never came has left the copies in place
         if not self._slots or any(module._parameters[name] is not pair.parameter for module, name, pair in self._slots):
             self._make()  # parameters are other objects once they have left the meta device
@@ -86,12 +99,7 @@ class ComputeCopies:
         if not self._same_weights:
             self.cast(pairs)
         self._same_weights = False
-        for pair in pairs:
-            if pair.copy.requires_grad != pair.parameter.requires_grad:
-                pair.copy.requires_grad_(pair.parameter.requires_grad)
-        for module, name, pair in self._slots:
-            module._parameters[name] = pair.copy
-        self._in_place = True
+        return pairs
 
     def exit(self, result: object) -> None:
         """Put the parameters back after a pass, unless a backward pass through its result is to come."""

@@ -54,6 +54,7 @@ WORDS = {
     "turns": Words("rollouts", "of a turn's prompt what is new is computed", "each turn's whole prompt is computed"),
     "attention": Words("rollouts", "attention reads blocks of keys and values in place", "attention gathers blocks"),
     "steps": Words("rollouts", "steps are recorded and replayed", "steps run operation by operation"),
+    "projections": Words("rollouts", "recorded steps join projections of one input", "no projections are joined"),
     "layers": Words("rollouts", "layers of recorded steps are compiled", "layers of recorded steps are not compiled"),
 }
 """Name of a form, as in the record and in the columns `form/*` -> what is printed of it."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from holdfast import registry
 from holdfast.config.sections.engine import (
@@ -22,12 +25,14 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.models.check.shrink import layers_in
 from holdfast.models.setup.model import Blueprint
-from holdfast.parallel.stream import drained, live_tensors
+from holdfast.parallel.copies import copies_of
+from holdfast.parallel.stream import drained, full_tensor, held_tensors, live_tensors
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.local.recurrent import agree_on_decoding, why_not_in_process
+from holdfast.rollout.local.replica import ReplicaEngine
 from holdfast.rollout.sampling import Stops
 from holdfast.training.observe import load_function
 from holdfast.training.run import Model
@@ -108,9 +113,17 @@ def give_weights(engine: RolloutEngine, model: Model) -> None:
     if isinstance(engine, PublishedEngine):
         engine.publish(model)
         return
-    tensors = live_tensors(model.module)
+    tensors = _weights_of(model) if isinstance(engine, ReplicaEngine) else live_tensors(model.module)
     with model.run.ranks.together(), drained(tensors):
         engine.update_weights(tensors, model.state.updates)
+
+
+def _weights_of(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `live_tensors` does, but the copies that a single rank's passes read in the place of parameters."""
+    copies = copies_of(model.module)
+    present = {} if copies is None else copies.of_parameters()
+    for name, holding in held_tensors(model.module).items():
+        yield name, present[id(holding)] if id(holding) in present else full_tensor(holding)
 
 
 def build_engine(
@@ -149,6 +162,7 @@ def build_engine(
             float32_head=model.run.config.model.head.dtype == "float32",
             recorder=CudaRecorder(device) if replays else None,
             compiler="inductor" if model.run.config.compiles_blocks("cuda") else None,
+            measured=partial(model.run.phase, "recording"),
         )
     if kind == "auto" and model.run.world.is_first:
         print(f"rollouts by transformers' generate, which is slower, for {origin.family.name}: {why}", flush=True)

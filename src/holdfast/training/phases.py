@@ -83,6 +83,10 @@ class PhasePeaks:
         self._largest = max(self._largest, _allocated())
         return self._largest
 
+    def outside(self, *names: str) -> int:
+        """Return the largest peak of all phases but some."""
+        return max((peak for name, peak in self._peaks.items() if name not in names), default=0)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a block."""

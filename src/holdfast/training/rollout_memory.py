@@ -238,6 +238,56 @@ def settle_blocks(model: Model, engine: InProcessEngine, room: int) -> None:
         )
 
 
+_MARGIN = 1.05
+"""Factor by which training may take more memory than in the steps before."""
+_SAMPLING = ("rollout", "recording", "evaluation", "load")
+"""Phases in which completions are sampled."""
+
+
+class TrainingMemory:
+    """What training has taken at most beside what decoding kept, as far as steps of this process have shown."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._peak = self._kept = self.most = 0
+
+    def note(self, updates: int, peak: int) -> bool:
+        """Take over a peak of the steps so far.
+
+        Args:
+            updates: Of the policy.
+            peak: Bytes that were allocated at most while it was not sampled from.
+
+        Returns:
+            Whether an update was among the steps.
+        """
+        self._first = updates if self._first is None else min(self._first, updates)
+        if peak > self._peak:
+            self._peak, self.most = peak, max(self.most, peak - self._kept)
+        return updates > self._first
+
+    def has_room(self, kept: int, whole: int) -> bool:
+        """Whether so many of all bytes can be kept while a step trains; what follows is measured beside them."""
+        fits = self.most * _MARGIN + kept <= whole
+        self._kept = kept if fits else 0
+        return fits
+
+
+def settle_kept(model: Model, engine: InProcessEngine, training: TrainingMemory) -> None:
+    """Give back what an engine keeps between rollouts, until a step has shown that training has room beside it.
+
+    Args:
+        model: The policy.
+        engine: What samples from it, behind a rollout.
+        training: Of the policy; what it knows is brought up to date.
+    """
+    device = model.run.world.device
+    if not training.note(model.state.updates, model.run.log.peaks.outside(*_SAMPLING)):
+        engine.free()
+    elif not training.has_room(engine.kept_bytes, torch.cuda.memory_allocated(device) + free_bytes(model.run.world)):
+        engine.free(f"{size_words(engine.kept_bytes)} have no room beside training")
+
+
 def check_copy_fits(model: Model, budget_gib: float | None, *, in_process: bool) -> None:
     """Refuse rollouts that would run out of memory in step 1; else say what they take.
 

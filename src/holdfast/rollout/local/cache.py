@@ -174,6 +174,19 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
             keys, values = self.pairs[layer]
             self.pairs[layer] = (self._grown(keys), self._grown(values))
 
+    def renew(self, capacity: int) -> None:
+        """Have memory for so many blocks and nothing in them; memory that there was is given up first."""
+        pairs = {layer: [tensor[:0].clone() for tensor in pair] for layer, pair in self.pairs.items()}
+        self.free()
+        self.capacity = capacity
+        for layer, (keys, values) in pairs.items():
+            self.pairs[layer] = (self._grown(keys), self._grown(values))
+
+    def free(self) -> None:
+        """Give all memory back."""
+        self.pairs, self.states, self.capacity, self._view = {}, {}, 0, None
+        self._given.clear()
+
     def _grown(self, tensor: Tensor) -> Tensor:
         grown = tensor.new_zeros(self.capacity, *tensor.shape[1:])
         grown[: len(tensor)] = tensor

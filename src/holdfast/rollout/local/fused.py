@@ -7,9 +7,9 @@ recording and before it is used. Prompts are never computed by them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,21 @@ MOST_PROGRAMS = 64
 """Of one function; dynamo runs it uncompiled beyond. Steps of one row and of several are programs of their own."""
 
 
+class StepForm(Protocol):
+    """An optional form of what recorded steps compute."""
+
+    name: str
+    """Of the form."""
+    are_sound: bool
+    """Whether it is used: nothing was found that it does otherwise, or that it cannot do."""
+
+    def use(self, value: int) -> None:
+        """Let steps be recorded by the form, or for 0 without it."""
+
+    def used(self) -> AbstractContextManager[None]:
+        """Compute by the form within the block."""
+
+
 class CompiledLayers:
     """The layers of a model, which are compiled while a step is recorded and never else.
 
@@ -43,6 +58,8 @@ class CompiledLayers:
         model: Whose weights may change in place and be replaced: programs take them as arguments.
         compiler: What compiles them.
     """
+
+    name = "layers"
 
     def __init__(self, model: nn.Module, compiler: Compiler) -> None:
         self._calls: list[tuple[nn.Module, Any]] = []
@@ -79,16 +96,16 @@ class CompiledLayers:
                     layer._compiled_call_impl = None
 
 
-def compiled_graph(recorder: Recorder, rows: Replayable, predictor: Predictor, layers: CompiledLayers) -> DrawToken:
-    """Return the recording of a step with compiled layers, which do what the layers do; see `recorded_graph`.
+def formed_graph(recorder: Recorder, rows: Replayable, predictor: Predictor, forms: Sequence[StepForm]) -> DrawToken:
+    """Return the recording of a step by some forms, which do what the model itself does; see `recorded_graph`.
 
     Raises:
-        NotReplayable: The layers are not compiled, they do something else, or the step cannot be recorded.
+        NotReplayable: A form does something else or fails, or the step cannot be recorded.
     """
     dtype = predictor.replica.model.dtype
     try:
-        _compare(rows, predictor, layers, TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
-        with layers.used():
+        _compare(rows, predictor, forms, TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
+        with _used(forms):
             return recorded_graph(recorder, rows, dtype)
     except (torch.OutOfMemoryError, NotReplayable):
         raise
@@ -99,35 +116,46 @@ def compiled_graph(recorder: Recorder, rows: Replayable, predictor: Predictor, l
         raise NotReplayable(message) from None
 
 
+@contextmanager
+def _used(forms: Sequence[StepForm]) -> Iterator[None]:
+    """Compute by all of some forms within the block."""
+    with ExitStack() as stack:
+        for form in forms:
+            stack.enter_context(form.used())
+        yield
+
+
 def step_graph(
-    recorder: Recorder, rows: Replayable, predictor: Predictor, layers: CompiledLayers | None, lose: LoseForm
+    recorder: Recorder, rows: Replayable, predictor: Predictor, forms: Sequence[StepForm], lose: LoseForm
 ) -> DrawToken:
-    """Return the recording of a step, with compiled layers unless they are given up; see `recorded_graph`.
+    """Return the recording of a step by the forms that are used, the last of which is given up first.
 
     Raises:
-        NotReplayable: The step cannot be recorded, with compiled layers or without.
+        NotReplayable: The step cannot be recorded, by forms or without; see `recorded_graph`.
     """
-    if layers is not None and layers.are_sound:
+    used = [form for form in forms if form.are_sound]
+    while used:
         try:
-            return compiled_graph(recorder, rows, predictor, layers)
+            return formed_graph(recorder, rows, predictor, used)
         except NotReplayable as error:
             if error.__cause__ is not None:
                 raise  # the recording failed in its midst, and none may be tried after it
-            layers.use(0)
-            lose("layers", str(error))
+            form = used.pop()
+            form.use(0)
+            lose(form.name, str(error))
     return recorded_graph(recorder, rows, predictor.replica.model.dtype)
 
 
-def _compare(rows: Replayable, predictor: Predictor, layers: CompiledLayers, limit: float) -> None:
-    """Compare what compiled layers predict with what the layers themselves predict; rows are then where they were.
+def _compare(rows: Replayable, predictor: Predictor, forms: Sequence[StepForm], limit: float) -> None:
+    """Compare what forms predict with what the model itself predicts; rows are then where they were.
 
-    Both predict from the same rows, and tell the log-probabilities of the tokens that the layers themselves draw: at a
-    draw within rounding of a boundary the compiled ones may draw another. The second token follows the first one.
+    Both predict from the same rows, and tell the log-probabilities of the tokens that the model itself draws: at a draw
+    within rounding of a boundary the forms may draw another. The second token follows the first one.
 
     Args:
         rows: What steps.
         predictor: What predicts.
-        layers: Its layers.
+        forms: Used together.
         limit: How far log-probabilities may lie apart, as a part of the spread of a row's logits.
 
     Raises:
@@ -141,15 +169,15 @@ def _compare(rows: Replayable, predictor: Predictor, layers: CompiledLayers, lim
                 rows.step()
             tokens, after = rows.written(CHECKED_STEPS)[0][:, number].clone(), copied(rows)
             put_back(rows, start)
-            with layers.used(), predictor.watched() as seen_compiled:
+            with _used(forms), predictor.watched() as seen_formed:
                 rows.step()
             put_back(rows, after)
             (expected, spread), (found, _) = (
-                predictor.logprobs(hidden[: len(tokens)], tokens) for (hidden,) in (seen, seen_compiled)
+                predictor.logprobs(hidden[: len(tokens)], tokens) for (hidden,) in (seen, seen_formed)
             )
             gap = float((found - expected).abs().max()) / max(SMALLEST_SPREAD, spread)
             if not gap <= limit:  # a comparison with NaN is False
-                message = f"log-probabilities are {gap:.1e} of the logits' spread from those of the layers themselves"
+                message = f"log-probabilities are {gap:.1e} of the logits' spread from those of the model itself"
                 raise NotReplayable(message)
     finally:
         put_back(rows, before)

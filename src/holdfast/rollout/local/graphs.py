@@ -34,6 +34,9 @@ class NotReplayable(Exception):  # noqa: N818 - says what is so, as the errors o
 class Recorder(Protocol):
     """Turns a step into something that repeats it without running its code."""
 
+    nbytes: int
+    """Of memory that recordings keep for themselves."""
+
     def record(self, step: DrawToken) -> DrawToken:
         """Return what repeats the operations of a step; the step may run meanwhile, any number of times.
 
@@ -58,6 +61,7 @@ class CudaRecorder:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool = torch.cuda.graph_pool_handle()
+        self.nbytes = 0
 
     def record(self, step: DrawToken) -> DrawToken:
         """Return the replay of a graph; see `Recorder`."""
@@ -77,7 +81,9 @@ class CudaRecorder:
             try:
                 # Other threads copy checkpoints and watch NCCL; what they call is none of the recording's.
                 with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                    reserved = torch.cuda.memory_reserved(self._device)
                     step()
+                    self.nbytes += torch.cuda.memory_reserved(self._device) - reserved
             finally:
                 torch.cuda.set_stream(current)  # torch leaves its own behind where a recording fails
         return graph.replay
@@ -85,6 +91,7 @@ class CudaRecorder:
     def forget(self) -> None:
         """Take another pool: torch gives one up with its last graph."""
         self._pool = torch.cuda.graph_pool_handle()
+        self.nbytes = 0
 
 
 @contextmanager

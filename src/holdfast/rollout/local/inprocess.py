@@ -6,13 +6,14 @@ completion that ends makes room for one that waits (`decoding`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.chunks.logits import HeadWeights
@@ -22,12 +23,14 @@ from holdfast.parallel.forms import Candidate, Forms, Standing
 from holdfast.rollout.engine import Interrupted, Sampled, TurnSource
 from holdfast.rollout.local.block_attention import InPlace
 from holdfast.rollout.local.blocks import Blocks
-from holdfast.rollout.local.cache import BLOCK_SIZE, CACHED, BlockCache, register_cache
+from holdfast.rollout.local.cache import BLOCK_SIZE, CACHED, register_cache
 from holdfast.rollout.local.decoding import Decoding
-from holdfast.rollout.local.fused import CompiledLayers, Compiler
+from holdfast.rollout.local.fused import CompiledLayers, Compiler, StepForm
 from holdfast.rollout.local.graphs import CHECKED_STEPS, Recorder
 from holdfast.rollout.local.pieces import Pieces, why_whole
 from holdfast.rollout.local.predictor import Predictor
+from holdfast.rollout.local.projections import JoinedProjections
+from holdfast.rollout.local.recordings import Recordings
 from holdfast.rollout.local.replica import Replica, ReplicaEngine, for_few_rows
 from holdfast.rollout.local.rows import DeviceRows
 from holdfast.rollout.local.texts import DecodedRow, state_blocks
@@ -56,6 +59,7 @@ class InProcessEngine(ReplicaEngine):
         float32_head: The head's matrix product is in float32, as in training with `model.head.dtype: float32`.
         recorder: Records a step once for all tokens; default: each operation is called for every token.
         compiler: Compiles the layers of steps that are recorded; default: they are not compiled.
+        measured: Measures the block in which a step is recorded.
     """
 
     def __init__(  # noqa: PLR0913 - what an engine is made of
@@ -71,6 +75,7 @@ class InProcessEngine(ReplicaEngine):
         float32_head: bool = False,
         recorder: Recorder | None = None,
         compiler: Compiler | None = None,
+        measured: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         register_cache()
         super().__init__(Replica(origin, device, dtype, CACHED), stops, rows)
@@ -93,18 +98,60 @@ class InProcessEngine(ReplicaEngine):
         self.forms = Forms()
         """What is told of optional forms that are given up."""
         self._settled = False
-        self._recorder = recorder
-        records = self._recorder is not None
-        self._layers = CompiledLayers(self._replica.model, compiler) if records and compiler is not None else None
+        self._kept = Recordings(self.in_place, recorder, measured)
+        self._began_recorded = recorder is not None
+        self._layers: CompiledLayers | None = None
+        if recorder is not None and compiler is not None:
+            self._layers = CompiledLayers(self._replica.model, compiler)
+        self._projections = JoinedProjections(self._replica.model)
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return self._kept.recorder
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept between rollouts beside the weights."""
+        return self._kept.nbytes + self._projections.nbytes
+
+    def free(self, reason: str = "") -> None:
+        """Give back what is kept between rollouts, for ever if there is a reason."""
+        if reason:
+            self._kept.give_up(reason)
+        self._free_kept()
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over whole tensors; keys and values of older weights are never read."""
+        before = [] if self._kept.is_empty else self._replica.places()
+        super().update_weights(tensors, version)
+        if before and before != self._replica.places():
+            self._kept.forget()
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return how many steps were recorded since the last call, where steps are recorded."""
+        return {"rollout/recordings": float(self._kept.made())} if self._began_recorded else {}
+
+    def sleep(self) -> bool:
+        """Give the memory of weights, and all that was recorded, back."""
+        self._free_kept()
+        return super().sleep()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._free_kept()
+        super().close()
+
+    def _free_kept(self) -> None:
+        self._kept.free()
+        self._projections.free()
 
     @torch.no_grad()
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all completions of what was submitted, by request and place."""
         done: list[Sampled] = []
-        # What is recorded knows the most tokens of a row; nothing outlives this call, since weights may move.
         longest = max((len(request.prompt) for request in self._waiting), default=0) + self._sampling.max_new_tokens
-        with self._replica.for_few_rows(), self.decoding(longest) as decoding:
+        with self._laid_out(), self.decoding(max(longest, self.longest)) as decoding:
             decoding.submit(self._waiting)
             self._waiting.clear()
             while decoding.is_busy:
@@ -117,7 +164,7 @@ class InProcessEngine(ReplicaEngine):
         self._sampling = sampling
         # Without remembered turns, the most tokens of a prompt were unknown to runs that began so: nothing is recorded.
         longest = self.longest or None if self.turns else None
-        with self._replica.for_few_rows(), self.decoding(longest, remembers=bool(self.turns)) as decoding:
+        with self._laid_out(), self.decoding(longest, remembers=bool(self.turns)) as decoding:
             while True:
                 decoding.submit(source.ready(wait=not decoding.is_busy))
                 if not decoding.is_busy:
@@ -137,16 +184,22 @@ class InProcessEngine(ReplicaEngine):
             planned: No token and no text ends a completion, and prompts are computed at once, in the fewest passes.
             remembers: Texts may begin as earlier ones with their completions, whose keys and values they read.
         """
-        predictor = self._predictor()
+        kept = self._kept
+        if longest is None or kept.recorder is None:
+            self._free_kept()
+            kept = Recordings()
+        else:
+            self._join_projections()
+        predictor = self._predictor(kept)
         if self._state_blocks is None:
             self._state_blocks = state_blocks(predictor) if self._replica.family.recurrent else 0
         blocks = Blocks(BLOCK_SIZE, self.block_limit)
+        kept.cache.in_place = self.in_place
         on_device = DeviceRows(
             predictor,
-            BlockCache(self.in_place),
+            kept,
             blocks,
-            recorder=None if longest is None else self._recorder,
-            layers=self._layers,
+            forms=self._step_forms,
             most_blocks=None if longest is None else blocks.needed(longest),
             look_every=self._look_every,
             lose=self.forms.lose,
@@ -163,12 +216,15 @@ class InProcessEngine(ReplicaEngine):
             state_blocks=self._state_blocks,
             remembers=remembers and not self._replica.family.recurrent,
         )
+        ended = False
         try:
+            kept.begin()
             yield decoding
+            ended = True
         finally:
-            on_device.close()
-            if longest is not None and not on_device.records:
-                self._recorder = None
+            if not (ended and kept.stays):
+                kept.free()
+                self._projections.free()
 
     @torch.no_grad()
     def choose_forms(self, forms: Forms) -> list[Standing]:
@@ -194,17 +250,37 @@ class InProcessEngine(ReplicaEngine):
             return chosen
         request = made_up(self._predictor(), self._rows, self.longest)
         longest = max(self.longest, len(request.prompt) + self._sampling.max_new_tokens)
-        with self._replica.for_few_rows(), self.decoding(longest, planned=True) as decoding:
+        with self._laid_out(), self.decoding(longest, planned=True) as decoding:
             trial = Trial(decoding, request, steps, longest)
             if self.in_place is not None:
                 chosen.append(trial.choose_attention(forms, self.in_place))
             if self._recorder is not None:
-                chosen += trial.choose_graphs(forms, self._recorder, self._layers, self._use_recorder)
+                chosen += trial.choose_graphs(forms, self._recorder, self._step_forms, self._use_recorder)
+        self._free_kept()
         return chosen
+
+    def _join_projections(self) -> None:
+        try:
+            if self._projections.fill(self._replica.owned):
+                self._kept.forget()
+        except torch.OutOfMemoryError:
+            self._kept.forget()
+            self._projections.use(0)
+            self.forms.lose(self._projections.name, "memory has no room for them")
+
+    @property
+    def _step_forms(self) -> list[StepForm]:
+        """The forms that recorded steps may have; layers are compiled with the projections that they then compute."""
+        joined: list[StepForm] = [self._projections] if self._projections.are_possible else []
+        return joined if self._layers is None else [*joined, self._layers]
 
     def _use_recorder(self, value: int) -> None:
         if not value:
-            self._recorder = None
+            self._kept.recorder = None
+
+    def _laid_out(self) -> AbstractContextManager[None]:
+        """Lay weights out for decoding, unless recordings speak of the memory that they have."""
+        return self._replica.for_few_rows() if self._recorder is None else nullcontext()
 
     @torch.no_grad()
     def why_whole(self) -> str:
@@ -212,15 +288,15 @@ class InProcessEngine(ReplicaEngine):
         size = self.piece if self.longest > self.piece else min(self.piece, _LEAST_PIECE)
         return why_whole(self._predictor(), size, set(self._replica.family.image_marks))
 
-    def _predictor(self) -> Predictor:
-        return Predictor(self._replica, self._head(), self._spec, self._sampling)
+    def _predictor(self, kept: Recordings | None = None) -> Predictor:
+        return Predictor(self._replica, self._head(kept), self._spec, self._sampling)
 
-    def _head(self) -> HeadWeights:
+    def _head(self, kept: Recordings | None) -> HeadWeights:
         layer: Any = output_layer_of(self._replica.model)
-        weight, bias = layer.weight, getattr(layer, "bias", None)
-        if self._spec.float32_product and weight.dtype == torch.bfloat16:
-            weight, bias = weight.float(), None if bias is None else bias.float()
-        return HeadWeights(for_few_rows(weight), bias)
+        own = HeadWeights(layer.weight, getattr(layer, "bias", None))
+        if self._spec.float32_product and own.weight.dtype == torch.bfloat16:
+            own = (kept or Recordings()).wide_head(own)
+        return own if self._recorder is not None else HeadWeights(for_few_rows(own.weight), own.bias)
 
     def _sampled(self, row: DecodedRow, finish: Finish) -> Sampled:
         return Sampled(

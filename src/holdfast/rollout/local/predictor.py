@@ -79,6 +79,12 @@ class Predictor:
         """Tokens of a text beyond which the model has no positions, or other rotary angles."""
 
     @property
+    def distribution(self) -> tuple[float | None, ...]:
+        """What a draw follows from beside the model."""
+        how = self.sampling
+        return how.temperature, how.top_k, how.top_p, how.min_p, how.repetition_penalty
+
+    @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self.replica.device

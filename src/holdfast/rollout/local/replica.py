@@ -73,13 +73,15 @@ class Replica:
         self.device, self._dtype = device, dtype
         self._buffers = origin.buffers
         self._filled = False
+        self._own: set[str] = set()
+        """Weights whose memory is not that of a tensor that was taken over."""
 
     @torch.no_grad()
     def refresh(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take over whole tensors by canonical name; all ranks call this together if they are gathered on the way.
 
         A tensor that has the right dtype and device is taken as it is, not copied: one that lives in the policy is
-        shared with it, and follows it.
+        shared with it, and follows it. Others are written into the memory that the weights have.
         """
         if not self._filled:
             self._leave_meta()
@@ -89,13 +91,33 @@ class Replica:
         waiting = set(parameters)
         for name, tensor in tensors:
             if name in parameters:
-                # Assigning `.data` keeps the parameter object, which tied modules share; `copy_` would need memory for
-                # both.
-                parameters[name].data = tensor.detach().to(self.device, self._dtype)
+                self._take(name, parameters[name], tensor.detach())
                 waiting.discard(name)
             else:
                 buffers[name].copy_(tensor)
         assert not waiting, f"no weights came for {sorted(waiting)[:3]}"
+
+    @property
+    def owned(self) -> set[int]:
+        """Identities of the parameters that share their memory with no tensor that was taken over."""
+        parameters = named_parameters(self.model)
+        return {id(parameters[name]) for name in self._own}
+
+    def places(self) -> list[tuple[object, ...]]:
+        """Return where each weight lies."""
+        return [(value.data_ptr(), value.shape, value.stride(), value.dtype) for value in self.model.parameters()]
+
+    def _take(self, name: str, parameter: nn.Parameter, tensor: Tensor) -> None:
+        """Let a weight be what a tensor is."""
+        if (tensor.dtype, tensor.device) != (self._dtype, parameter.device):
+            if name in self._own and parameter.shape == tensor.shape:
+                parameter.data.copy_(tensor)
+                return
+            self._own.add(name)
+            tensor = tensor.to(self.device, self._dtype)
+        else:
+            self._own.discard(name)
+        parameter.data = tensor  # the parameter object stays, which tied modules share
 
     def _leave_meta(self) -> None:
         """Fill the buffers, and give parameters a device and a dtype but no memory: they take that of what arrives."""
@@ -129,6 +151,7 @@ class Replica:
 
     def release(self) -> None:
         """Give the weights' memory back until the next refresh."""
+        self._own.clear()
         for parameter in self.model.parameters() if self._filled else ():
             # Tied modules and hooks hold the parameter object, so only its storage is given up.
             parameter.data = torch.empty(0, dtype=self._dtype, device=self.device)

@@ -7,7 +7,7 @@ them. Elsewhere a step is for the rows and blocks that there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,44 +16,16 @@ from torch import Tensor
 
 from holdfast.parallel.forms import Forms
 from holdfast.rollout.local.blocks import PADDING, RESERVED, SCRATCH, Blocks
-from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, View
-from holdfast.rollout.local.fused import CompiledLayers, LoseForm, step_graph
-from holdfast.rollout.local.graphs import CHECKED_STEPS, DrawToken, NotReplayable, Recorder
+from holdfast.rollout.local.cache import BLOCK_SIZE, View
+from holdfast.rollout.local.fused import LoseForm, StepForm, step_graph
+from holdfast.rollout.local.graphs import CHECKED_STEPS, DrawToken, NotReplayable
 from holdfast.rollout.local.predictor import Predictor, RowState
+from holdfast.rollout.local.recordings import Recordings
+from holdfast.rollout.local.slots import Bucket, Slots, bucket_of, power_of_two
 from holdfast.types import host_value
 
-_LEAST_BLOCKS = 16
-_BLOCKS_OF_DOUBLING = 128
-"""Blocks of a row up to which a bucket doubles; beyond, it grows by eighths."""
 _COMPARED_ROWS = 8
 """Rows for which two forms of attention are compared: gathered blocks of all rows may have no room."""
-
-
-class Bucket(NamedTuple):
-    """What one step is for."""
-
-    rows: int
-    blocks: int
-    """Blocks of each row that it looks at."""
-
-
-def bucket_of(rows: int, blocks: int, most: int | None) -> Bucket:
-    """Return the bucket that a recorded step for some rows has.
-
-    Args:
-        rows: How many.
-        blocks: Blocks that the longest of them fills.
-        most: Blocks that none will ever exceed; None where that is not known.
-    """
-    rounded = max(_LEAST_BLOCKS, _power_of_two(blocks))
-    if rounded > _BLOCKS_OF_DOUBLING:
-        unit = rounded // 8
-        rounded = -(-blocks // unit) * unit
-    return Bucket(_power_of_two(rows), rounded if most is None else min(rounded, max(most, blocks)))
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 class Drawn(NamedTuple):
@@ -64,48 +36,14 @@ class Drawn(NamedTuple):
     logprobs: list[list[float]]
 
 
-class _Slots(NamedTuple):
-    """Device memory of rows, all that a step changes beside keys and values."""
-
-    state: RowState
-    lengths: Tensor
-    """[rows] int64, tokens of each row whose keys and values are in blocks"""
-    tables: Tensor
-    """[rows, blocks] int64, the blocks of each row"""
-    tokens: Tensor
-    """[rows, columns] int64, what was drawn since the last look"""
-    logprobs: Tensor
-    """[rows, columns]"""
-    cursor: Tensor
-    """[1] int64, the column that comes next"""
-
-    @classmethod
-    def like(cls, state: RowState, rows: int, blocks: int, columns: int, dtype: torch.dtype) -> _Slots:
-        """Return memory for so many rows of a kind; those that nobody fills write to the scratch block."""
-        whole = state.last.new_zeros
-        logprobs, tables = whole(rows, columns, dtype=dtype), whole(rows, blocks).fill_(SCRATCH)
-        return cls(state.empty(rows), whole(rows), tables, whole(rows, columns), logprobs, whole(1))
-
-    def first(self, rows: int, blocks: int) -> _Slots:
-        """Return the same memory's first rows and blocks."""
-        some = slice(rows)
-        tables, state = self.tables[some, :blocks], self.state.of(some)
-        return _Slots(state, self.lengths[some], tables, self.tokens[some], self.logprobs[some], self.cursor)
-
-    def row_tensors(self) -> list[Tensor]:
-        """Return what has a row for each slot and outlives a look, but for tables."""
-        return [*self.state.tensors(), self.lengths]
-
-
 class DeviceRows:
     """Rows in slots; the host knows how long they are, and which blocks they have.
 
     Args:
         predictor: What steps.
-        cache: Memory of blocks.
-        blocks: Which of them are whose.
-        recorder: What records steps; None where each operation is called for every token.
-        layers: The model's, compiled for steps that are recorded; None where they are not.
+        kept: Their memory, and what was recorded.
+        blocks: Which blocks are whose.
+        forms: Of what recorded steps compute; those that do not go on without the later ones come first.
         most_blocks: Blocks that no row will exceed, where that is known.
         look_every: Most steps between two looks.
         lose: Is told of optional forms that are given up; default: they are printed.
@@ -114,22 +52,19 @@ class DeviceRows:
     def __init__(  # noqa: PLR0913 - what a step is made of
         self,
         predictor: Predictor,
-        cache: BlockCache,
+        kept: Recordings,
         blocks: Blocks,
         *,
-        recorder: Recorder | None = None,
-        layers: CompiledLayers | None = None,
+        forms: Sequence[StepForm] = (),
         most_blocks: int | None = None,
         look_every: int = 1,
         lose: LoseForm | None = None,
     ) -> None:
         self._lose = lose or Forms().lose
-        self._predictor, self.cache, self._blocks, self._recorder = predictor, cache, blocks, recorder
-        self._layers, self._most_blocks, self._look_every = layers, most_blocks, look_every
-        self._replays: dict[Bucket, DrawToken] = {}
+        self._predictor, self._kept, self.cache, self._blocks = predictor, kept, kept.cache, blocks
+        self._forms, self._most_blocks, self._look_every = forms, most_blocks, look_every
         self._bucket = Bucket(0, 0)
-        self._memory: _Slots | None = None
-        self._part: _Slots | None = None
+        self._part: Slots | None = None
         """The part of the memory that the bucket has."""
         self.lengths = np.zeros(0, np.int64)
         """[rows] tokens of each row whose keys and values are in blocks; every step adds one to all"""
@@ -147,7 +82,7 @@ class DeviceRows:
     @property
     def records(self) -> bool:
         """Whether steps are recorded."""
-        return self._recorder is not None
+        return self._kept.recorder is not None
 
     def add(self, state: RowState, lengths: Sequence[int], tables: Sequence[list[int]]) -> None:
         """Append rows; nothing is drawn and not yet looked at."""
@@ -167,7 +102,8 @@ class DeviceRows:
         Returns:
             (from, to) of the rows that moved, in the order in which they did.
         """
-        assert self._unseen == 0 and self._memory is not None
+        memory = self._kept.slots
+        assert self._unseen == 0 and memory is not None
         gone, left = set(numbers), len(self) - len(numbers)
         movers = [number for number in range(left, len(self)) if number not in gone]
         holes = sorted(number for number in gone if number < left)
@@ -177,9 +113,9 @@ class DeviceRows:
             self.tables[target], self.lengths[target] = self.tables[source], self.lengths[source]
         if movers:
             sources, targets = (
-                torch.tensor(some).to(self._memory.lengths.device, non_blocking=True) for some in (movers, holes)
+                torch.tensor(some).to(memory.lengths.device, non_blocking=True) for some in (movers, holes)
             )
-            for tensor in self._memory.row_tensors():
+            for tensor in memory.row_tensors():
                 tensor[targets] = tensor[sources]
         del self.tables[left:]
         self.lengths = self.lengths[:left].copy()
@@ -188,9 +124,9 @@ class DeviceRows:
 
     def stretch(self, length: int) -> None:
         """Let every row have so many tokens, whatever they are."""
-        assert self._memory is not None
+        assert self._kept.slots is not None
         self.lengths[:] = length
-        self._memory.lengths[: len(self)] = length
+        self._kept.slots.lengths[: len(self)] = length
 
     def missing_blocks(self, count: int) -> list[int]:
         """Return how many blocks each row lacks for so many tokens more."""
@@ -214,7 +150,10 @@ class DeviceRows:
         """Know how many blocks will be used at most: where moving memory would cost recordings, have it at once."""
         self._expected = RESERVED + (count if self._blocks.limit is None else min(count, self._blocks.limit))
         if self.records and self._expected > self.cache.capacity:
-            self._move_memory(self._expected)
+            if self._blocks.used:
+                self._move_memory(self._expected)
+            else:
+                self._kept.renew(self._expected, None if self._blocks.limit is None else RESERVED + self._blocks.limit)
 
     def fit_memory(self) -> None:
         """Have memory for all blocks that were given out, with some room that saves further moves."""
@@ -223,7 +162,7 @@ class DeviceRows:
 
     def _move_memory(self, capacity: int) -> None:
         self.cache.grow(capacity)
-        self.close()  # what was recorded speaks of memory that is gone
+        self._kept.forget()
 
     def run(self, count: int) -> None:
         """Draw that many tokens in every row, at most `look_every`, for which blocks are reserved."""
@@ -237,8 +176,8 @@ class DeviceRows:
         try:
             draw_token = self._drawing()
         except NotReplayable as reason:
-            self.close()
-            self._recorder = None
+            self._kept.forget()
+            self._kept.recorder = None
             self._lose("steps", str(reason))
             self.settle(count)
             draw_token = self.step
@@ -249,11 +188,19 @@ class DeviceRows:
 
     def _drawing(self) -> DrawToken:
         """Return what draws a token in every row: the step, or its recording."""
-        if self._recorder is None:
+        recorder = self._kept.recorder
+        if recorder is None:
             return self.step
-        if self._bucket not in self._replays:
-            self._replays[self._bucket] = step_graph(self._recorder, self, self._predictor, self._layers, self._lose)
-        return self._replays[self._bucket]
+        replay = self._kept.replay(self._purpose())
+        return replay or self._kept.record(
+            self._purpose,
+            lambda: step_graph(recorder, self, self._predictor, self._forms, self._lose),
+        )
+
+    def _purpose(self) -> Hashable:
+        """Return what one recording is for: a bucket, a distribution, and the forms of what is computed."""
+        forms = self.cache.in_place and self.cache.in_place.agrees, tuple(form.are_sound for form in self._forms)
+        return self._bucket, self._predictor.distribution, forms
 
     def compare_attention(self) -> None:
         """Find out whether blocks can be read in place, by a step of some rows, which draws nothing.
@@ -308,25 +255,20 @@ class DeviceRows:
         rows = len(self)
         return self._now.tokens[:rows, :count], self._now.logprobs[:rows, :count]
 
-    def close(self) -> None:
-        """Forget what was recorded."""
-        self._replays.clear()
-        if self._recorder is not None:
-            self._recorder.forget()
-
     @property
-    def _now(self) -> _Slots:
+    def _now(self) -> Slots:
         assert self._part is not None
         return self._part
 
     def settle(self, count: int) -> None:
         """Choose the bucket of the next steps, and bring the rows' blocks to the device."""
-        assert self._unseen == 0 and self._memory is not None
+        held = self._kept.slots
+        assert self._unseen == 0 and held is not None
         rows, blocks = len(self), self._blocks.needed(int(self.lengths.max()) + count)
         bucket = bucket_of(rows, blocks, self._most_blocks) if self.records else Bucket(rows, blocks)
         if bucket == self._bucket and not self._tables_changed:
             return
-        memory = self._memory_for(self._memory.state, bucket.rows, bucket.blocks)
+        memory = self._memory_for(held.state, bucket.rows, bucket.blocks)
         self._bucket, self._part = bucket, memory.first(bucket.rows, bucket.blocks)
         tables = np.full((bucket.rows, bucket.blocks), SCRATCH, np.int64)
         for number, table in enumerate(self.tables):
@@ -336,19 +278,24 @@ class DeviceRows:
         self._part.lengths[rows:] = 0
         self._tables_changed = False
 
-    def _memory_for(self, state: RowState, rows: int, blocks: int) -> _Slots:
+    def _memory_for(self, state: RowState, rows: int, blocks: int) -> Slots:
         """Return memory for so many slots; if there was too little, what was recorded speaks of memory that goes."""
-        memory = self._memory
+        memory, kept = self._kept.slots, self._kept
+        if self.records:
+            rows = bucket_of(rows, blocks, None).rows
+        if memory is not None and not memory.holds(state):
+            assert not len(self), "rows of a rollout are of one kind"
+            memory = None
         if memory is not None and rows <= len(memory.lengths) and blocks <= memory.tables.shape[1]:
             return memory
-        self.close()
+        kept.forget()
         wide = torch.float64 if self._predictor.head.weight.dtype == torch.float64 else torch.float32
         held = (0, 0) if memory is None else memory.tables.shape
         columns = max(self._look_every, CHECKED_STEPS)
-        sizes = _power_of_two(max(rows, held[0])), _power_of_two(max(blocks, held[1], self._most_blocks or 0))
-        self._memory = _Slots.like(state, *sizes, columns, wide)
+        sizes = power_of_two(max(rows, held[0])), power_of_two(max(blocks, held[1], self._most_blocks or 0))
+        kept.slots = Slots.like(state, *sizes, columns, wide)
         if memory is not None:
-            for new, old in zip(self._memory.row_tensors(), memory.row_tensors(), strict=True):
+            for new, old in zip(kept.slots.row_tensors(), memory.row_tensors(), strict=True):
                 new[: len(old)] = old
         self._tables_changed, self._bucket = True, Bucket(0, 0)
-        return self._memory
+        return kept.slots

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ from holdfast.parallel.forms import Candidate, Forms, Standing, Times, timed_rou
 from holdfast.rollout.engine import Request
 from holdfast.rollout.local.block_attention import InPlace
 from holdfast.rollout.local.decoding import Decoding
-from holdfast.rollout.local.fused import CompiledLayers, compiled_graph, copied, put_back
+from holdfast.rollout.local.fused import StepForm, copied, formed_graph, put_back
 from holdfast.rollout.local.graphs import CHECKED_STEPS, DrawToken, NotReplayable, Recorder, recorded_graph
 from holdfast.rollout.local.predictor import Predictor
 
@@ -85,14 +85,14 @@ class Trial:
         return forms.choose(Candidate("attention", in_place.use, compare, rounds))
 
     def choose_graphs(
-        self, forms: Forms, recorder: Recorder, layers: CompiledLayers | None, use: Callable[[int], object]
+        self, forms: Forms, recorder: Recorder, optional: Sequence[StepForm], use: Callable[[int], object]
     ) -> list[Standing]:
-        """Decide whether steps are recorded, and whether their layers are compiled.
+        """Decide whether steps are recorded, and by which forms.
 
         Args:
             forms: Of the policy.
             recorder: Records steps.
-            layers: The model's; None where none are compiled.
+            optional: Forms of what recorded steps compute; each is tried with those before it that are used.
             use: Switches recording.
         """
         rows, predictor = self._rows, self._predictor
@@ -120,11 +120,16 @@ class Trial:
         plain_graph = partial(recorded_graph, recorder, rows, predictor.replica.model.dtype)
         candidate = Candidate("steps", use, partial(compare, "steps", plain_graph), timed("steps", lambda: rows.step))
         standings = [forms.choose(candidate)]
-        if layers is not None and standings[0].value:
-            fused = partial(compiled_graph, recorder, rows, predictor, layers)
-            rounds = timed("layers", lambda: graphs["steps"])
-            standings.append(forms.choose(Candidate("layers", layers.use, partial(compare, "layers", fused), rounds)))
+        plain, used = "steps", list[StepForm]()
+        for form in optional if standings[0].value else ():
+            formed = partial(formed_graph, recorder, rows, predictor, [*used, form])
+            rounds = timed(form.name, partial(graphs.__getitem__, plain))
+            standings.append(forms.choose(Candidate(form.name, form.use, partial(compare, form.name, formed), rounds)))
             forms.give_up("steps", broken)  # a recording that failed in its midst leaves no memory for another one
+            if broken:
+                break
+            if standings[-1].value:
+                plain, used = form.name, [*used, form]
         return [forms.standings[standing.name] for standing in standings]
 
     def _repeat(self, draw_token: DrawToken) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.ahead import StreamAhead
 from holdfast.data.batches.stream import PromptBatch
 from holdfast.data.tokens.vision import ImageSide
+from holdfast.parallel.copies import copies_of
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import free_copies, sharded_parameters
 from holdfast.rewards.base import Sample, Scored
@@ -31,7 +32,7 @@ from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.training.engines import PublishedEngine, give_weights, settle_forms
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import CompletionsAhead
-from holdfast.training.rollout_memory import settle_blocks
+from holdfast.training.rollout_memory import TrainingMemory, settle_blocks, settle_kept
 from holdfast.training.run import Evaluation, Model, Run, Training
 from holdfast.types import Group, Prompt
 
@@ -74,6 +75,7 @@ class Sampler:
     engine: RolloutEngine
     published: tuple[int, bool] | None = None
     """(number of updates, whether they are averages) of the published weights; None before the first publication."""
+    _beside: TrainingMemory = field(default_factory=TrainingMemory)
 
     def publish(self, model: Model) -> None:
         """Give the engine a model's present weights; all ranks call this together."""
@@ -94,14 +96,22 @@ class Sampler:
             settle_blocks(model, self.engine, self.engine.block_room)
 
     def step_metrics(self) -> dict[str, float]:
-        """Return what an engine in other processes measured since the last call; all ranks call this together."""
-        return self.engine.step_metrics() if isinstance(self.engine, PublishedEngine) else {}
+        """Return what the engine measured since the last call; all ranks call this together."""
+        return self.engine.step_metrics() if isinstance(self.engine, PublishedEngine | InProcessEngine) else {}
 
     def release(self, model: Model) -> None:
-        """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
-        is_copy = not model.plan.whole or isinstance(self.engine, PublishedEngine)
-        if is_copy and self.published is not None and self.engine.sleep():
-            self.published = None
+        """Give the memory of the engine's weights back where training does not hold them itself.
+
+        Shards are gathered for each rollout, and so are weights whose copies rest with them (`residency`). Where an
+        engine reads what training holds, it keeps what it has recorded, if memory has room for that beside training.
+        """
+        copies = copies_of(model.module)
+        is_held = not model.plan.sharded and (copies is None or bool(copies.tensors))
+        if not is_held or isinstance(self.engine, PublishedEngine):
+            if self.published is not None and self.engine.sleep():
+                self.published = None
+        elif isinstance(self.engine, InProcessEngine) and self.engine.kept_bytes:
+            settle_kept(model, self.engine, self._beside)
 
 
 @dataclass(kw_only=True)

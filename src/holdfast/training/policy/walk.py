@@ -37,6 +37,7 @@ _NEW_TOKENS = 4
 
 _ACTS = {
     "rollout": "samples",
+    "recording": "samples",
     "data": "samples",
     "advantage": "packs",
     "pack": "packs",
