@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from measure import heading
 
-LOOP_LIMIT, STEP_LIMIT = 2.0, 1.1
+LOOP_LIMIT, STEP_LIMIT = 2.0, 1.15
 """Milliseconds of CPU per turn; ratio of CPU seconds."""
 TURNS, TURN_TOKENS = 4, 16
 WORLD = """
