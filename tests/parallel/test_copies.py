@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from holdfast.models.scores import WithGradients, taker_of
-from holdfast.parallel.copies import attach_copies
+from holdfast.parallel.copies import attach_copies, copies_of
 
 TOKENS, WIDTH = 6, 4
 
@@ -52,3 +55,22 @@ def test_a_wide_gradient_is_added_up_unrounded_and_told_once_in_each_pass(tied: 
     assert weight.grad.dtype == torch.float32
     of_states = 0.125 if tied and reads else 0.0
     assert torch.equal(weight.grad, 0.5 * first + of_states + 0.5 * second + of_states)
+
+
+@pytest.mark.parametrize("remade", [False, True], ids=["freed", "made again"])
+def test_copies_that_were_freed_take_no_memory(remade: bool) -> None:
+    model = Language(tied=False, reads=True)
+    attach_copies(model, torch.bfloat16, [("embedding.weight",), ("head.weight",)], [])
+    model(torch.randn(TOKENS, WIDTH)).backward()
+    copies = copies_of(model)
+    assert copies is not None
+    gone = [weakref.ref(copy) for copy in copies.tensors]
+
+    copies.free()
+    if remade:
+        model(torch.randn(TOKENS, WIDTH)).backward()
+    gc.collect()
+
+    assert len(gone) == 2
+    assert [reference() for reference in gone] == [None, None]
+    assert len(copies.tensors) == (2 if remade else 0)

@@ -185,7 +185,8 @@ def test_what_decoding_keeps_stays_once_a_step_was_measured_if_it_fits_beside_it
     assert not training.note(updates=1, peak=10)  # a trial step, which is taken back
     assert not training.note(updates=0, peak=10)
     assert training.note(updates=1, peak=60)
-    assert training.has_room(kept=30, whole=100)
-    assert training.note(updates=2, peak=90)  # 60 and what was kept
+    assert not training.has_room(kept=26, whole=100)  # 60 and a quarter of it beside 26
+    assert training.has_room(kept=25, whole=100)
+    assert training.note(updates=2, peak=85)  # 60 and what was kept
     assert training.most == 60
     assert not training.has_room(kept=40, whole=100)

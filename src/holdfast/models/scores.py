@@ -42,6 +42,12 @@ def take_wide_gradients(weight: Tensor, take: Callable[[Tensor], None]) -> None:
     setattr(weight, _TAKER, take)
 
 
+def keep_gradients(weight: Tensor) -> None:
+    """Let a head's matrix give away no gradient any more."""
+    if hasattr(weight, _TAKER):
+        delattr(weight, _TAKER)
+
+
 def taker_of(weight: Tensor) -> Callable[[Tensor], None] | None:
     """Return what takes a matrix's gradient in float32; None where it wants one in its own dtype."""
     taker: Callable[[Tensor], None] | None = getattr(weight, _TAKER, None)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.models.names import canonical_name
-from holdfast.models.scores import take_wide_gradients
+from holdfast.models.scores import keep_gradients, take_wide_gradients
 
 _ATTRIBUTE = "_holdfast_compute_copies"
 
@@ -63,6 +64,7 @@ class ComputeCopies:
         self._unit_names = list(units)
         self._units: list[_Unit] = []
         self._slots: list[tuple[nn.Module, str, _Pair]] = []
+        self._hooks: list[RemovableHandle] = []
         self._depth = 0
         self._in_place = False
         self._same_weights = False
@@ -128,7 +130,12 @@ class ComputeCopies:
     def free(self) -> None:
         """Free the memory of the copies until the next pass."""
         self.leave()
-        self._slots, self._units = [], []
+        # A copy's hook knows the copy, by references of C++ that the collector does not see.
+        for hook in self._hooks:
+            hook.remove()
+        for copy in self.tensors:
+            keep_gradients(copy)
+        self._slots, self._units, self._hooks = [], [], []
 
     @torch.no_grad()
     def cast(self, pairs: list[_Pair]) -> None:
@@ -159,6 +166,7 @@ class ComputeCopies:
         unit.ready.clear()
 
     def _make(self) -> None:
+        self.free()
         unit_of = {name: index for index, names in enumerate(self._unit_names) for name in names}
         self._units = [_Unit() for _ in self._unit_names]
         pairs: dict[int, _Pair] = {}
@@ -169,7 +177,8 @@ class ComputeCopies:
                 unit = self._units[unit_of[canonical_name(name)]]
                 unit.pairs.append(pair)
                 pairs[id(parameter)] = pair
-                pair.copy.register_post_accumulate_grad_hook(partial(self._arrived, unit, pair))  # type: ignore[no-untyped-call]  # torch has no types for it
+                hook = pair.copy.register_post_accumulate_grad_hook(partial(self._arrived, unit, pair))  # type: ignore[no-untyped-call]  # torch has no types for it
+                self._hooks.append(hook)
                 if parameter.dtype == torch.float32:
                     take_wide_gradients(copy, partial(self.take, unit, pair))
         self._slots = [
@@ -186,7 +195,8 @@ class ComputeCopies:
             pair.parameter.grad = gradient
         else:
             pair.parameter.grad += gradient
-        unit.taken.append(pair)
+        if pair not in unit.taken:
+            unit.taken.append(pair)
 
     def _arrived(self, unit: _Unit, pair: _Pair, _: Tensor) -> None:
         self._start_backward()

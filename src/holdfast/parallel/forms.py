@@ -25,7 +25,7 @@ _SAME_BITS = "copies"
 """The form whose sums are the plain form's, to the bit."""
 _COUNTS = {"threads"}
 """Forms whose sums differ from value to value."""
-_LATER = {"threads", "turns"}
+_LATER = {"projections", "threads", "turns"}
 """Forms that earlier records lack, since runs had the plain form without a choice."""
 OTHER_SUMS = "Sums are added up in another order, so numbers may differ by rounding"
 BEGAN_SO = "the run began so"

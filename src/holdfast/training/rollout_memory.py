@@ -84,6 +84,7 @@ def limit_engine(engine: InProcessEngine, model: Model, rollout: EngineConfig, c
     engine.block_room = min(ranks.gather(blocks_with_room(model, free)))
     engine.submit([], rollout)  # how its steps are tried before the first rollout
     engine.longest = tokens  # a row that was paused begins with what it has drawn
+    engine.block_bytes = block_bytes(model)
     engine.takes_turns = getattr(model.run.config, "environment", None) is not None
 
 
@@ -238,7 +239,7 @@ def settle_blocks(model: Model, engine: InProcessEngine, room: int) -> None:
         )
 
 
-_MARGIN = 1.05
+_MARGIN = 1.25
 """Factor by which training may take more memory than in the steps before."""
 _SAMPLING = ("rollout", "recording", "evaluation", "load")
 """Phases in which completions are sampled."""

@@ -207,13 +207,17 @@ class Decoding:
 
     def _take_blocks(self, several: Sequence[Waiting]) -> None:
         """Give texts blocks: those of their beginnings that are remembered, and others of their own."""
+        unclean: list[int] = []
         for waiting in several:
             known = self._known(waiting)
             self._blocks.share(known)
             waiting.read = len(known) * BLOCK_SIZE
-            waiting.blocks = known + self._blocks.take(self._blocks.needed(waiting.length) - len(known))
+            fresh = self._blocks.take(self._blocks.needed(waiting.length) - len(known))
+            waiting.blocks = known + fresh
+            # A pass over pieces of several texts looks at blocks that are written later.
+            unclean += fresh if self._pieces is not None else fresh[-1:]
         self.on_device.fit_memory()
-        self.on_device.cache.clear([waiting.blocks[-1] for waiting in several])
+        self.on_device.cache.clear(unclean)
 
     def _compute(self, several: Sequence[Waiting]) -> None:
         """Compute texts, what is remembered of them apart."""

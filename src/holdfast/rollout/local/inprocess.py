@@ -83,6 +83,8 @@ class InProcessEngine(ReplicaEngine):
         self.block_limit = blocks
         self.block_room = 0
         """Blocks that every rank has memory for, where `block_limit` follows from memory."""
+        self.block_bytes = 0
+        """Most that keys and values of a block take, as far as that is known."""
         self._state_blocks: int | None = None
         self.in_place = InPlace() if device.type == "cuda" and dtype != torch.float64 else None
         """Whether decoding steps read blocks in place."""
@@ -260,6 +262,11 @@ class InProcessEngine(ReplicaEngine):
         return chosen
 
     def _join_projections(self) -> None:
+        missing = self._projections.missing_bytes(self._replica.owned)
+        if missing and not self._has_room(missing):
+            self._projections.use(0)
+            self.forms.lose(self._projections.name, "keys and values need their memory")
+            return
         try:
             if self._projections.fill(self._replica.owned):
                 self._kept.forget()
@@ -267,6 +274,15 @@ class InProcessEngine(ReplicaEngine):
             self._kept.forget()
             self._projections.use(0)
             self.forms.lose(self._projections.name, "memory has no room for them")
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Return whether a GPU has room for so many bytes beside all blocks of keys and values."""
+        device = self._replica.device
+        if device.type != "cuda" or self.block_limit is None:
+            return True
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        blocks = max(0, self.block_limit - self._kept.cache.capacity) * self.block_bytes
+        return nbytes + blocks <= torch.cuda.mem_get_info(device)[0] + unused
 
     @property
     def _step_forms(self) -> list[StepForm]:

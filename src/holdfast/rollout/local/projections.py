@@ -137,6 +137,13 @@ class JoinedProjections:
         """
         return sum(joint.fill(owned) for joint in self._joints) > 0 if self.are_sound else False
 
+    def missing_bytes(self, owned: Collection[int]) -> int:
+        """Return the bytes that `fill` would take beside those that it gives back."""
+        if not self.are_sound:
+            return 0
+        parts = [part for joint in self._joints if joint.weight is None for part in joint.parts]
+        return sum(part.weight.nbytes for part in parts if id(part.weight) not in owned)
+
     def free(self) -> None:
         """Give the memory of joined weights back."""
         for joint in self._joints:

@@ -150,7 +150,7 @@ class DeviceRows:
         """Know how many blocks will be used at most: where moving memory would cost recordings, have it at once."""
         self._expected = RESERVED + (count if self._blocks.limit is None else min(count, self._blocks.limit))
         if self.records and self._expected > self.cache.capacity:
-            if self._blocks.used:
+            if self._blocks.end > RESERVED:  # blocks that are remembered have no reader
                 self._move_memory(self._expected)
             else:
                 self._kept.renew(self._expected, None if self._blocks.limit is None else RESERVED + self._blocks.limit)
