@@ -119,7 +119,7 @@ def test_single_precision_draws_the_same_tokens(kind: str) -> None:
 
 @pytest.mark.slow
 def test_rows_move_to_another_bucket_as_they_end_and_arrive() -> None:
-    model, asked, recorder = reference("qwen3"), requests(9, shortest=1), Program()
+    model, asked, recorder = reference("qwen3"), requests(12, shortest=1), Program()
     sampling = SamplingConfig(max_new_tokens=90)
 
     found = by_recordings(model, recorder, asked, sampling, rows=32)
