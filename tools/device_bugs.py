@@ -54,8 +54,8 @@ SFT, REFERENCE, POLICY = ("sft",), ("dpo offloaded reference", "dpo"), ("grpo",)
 PLANTED = (
     Bug("batch left on the CPU", "training/step.py", "batch = to_device(micro_batch, model.run.world.device)",
         "batch = micro_batch", SFT),
-    Bug("offsets left on the CPU", "models/layers/document_attention.py", "ends.to(device, non_blocking=True)",
-        "ends", SFT),
+    Bug("offsets left on the CPU", "models/layers/document_attention.py",
+        "(numbers.pin_memory() if device.type == \"cuda\" else numbers).to(device, non_blocking=True)", "numbers", SFT),
     Bug("an item of the loss", "training/step.py", "assert isinstance(output, LossSum)\n            torch",
         "assert isinstance(output, LossSum)\n            output.loss.item()\n            torch", SFT),
     Bug("a data-dependent index", "models/heads/policy.py", "batch.tokens.flatten()[spans.scored_here(batch)]",
