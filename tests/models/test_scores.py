@@ -230,6 +230,29 @@ def test_float32_product_multiplies_bfloat16_states_without_rounding_the_logits(
         assert_close(mine, theirs.to(torch.bfloat16), rtol=2**-7, atol=1e-5)  # one rounding, at the very end
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("chunk", ["chunk_tokens", "kernel_tokens"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gpu_adds_products_of_bfloat16_in_float32(form: Callable[..., Any], chunk: str) -> None:
+    hidden, head, targets = draw(bias=True, dtype=torch.bfloat16)
+    wide = [tensor.detach().double().requires_grad_() for tensor in leaves(hidden, head)]
+    expected, _ = plain(wide[0], HeadWeights(wide[1], wide[2]), targets, HeadSpec(), 1.0)
+    gradients = torch.autograd.grad(terms(expected, None, 0, TOKENS).sum(), wide)
+    moved = [tensor.detach().cuda().requires_grad_() for tensor in leaves(hidden, head)]
+
+    def terms_there(logprobs: Tensor, entropy: Tensor | None, start: int, end: int) -> Tensor:
+        return terms(logprobs.cpu(), None if entropy is None else entropy.cpu(), start, end).cuda()
+
+    spec = HeadSpec(float32_product=True, **{chunk: 5})
+    loss, scores = form(moved[0], HeadWeights(moved[1], moved[2]), targets.cuda(), terms_there, spec)
+    found = torch.autograd.grad(loss, moved)
+
+    assert_close(scores.logprobs.detach().double().cpu(), expected.detach(), rtol=0, atol=2e-6)
+    for mine, theirs in zip(found, gradients, strict=True):
+        assert_close(mine.cpu(), theirs.to(torch.bfloat16), rtol=2**-7, atol=1e-5)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("logit", [3.0, 6.5, 9.0])
 def test_a_nearly_certain_token_still_has_a_gradient_in_bfloat16(form: Callable[..., Any], logit: float) -> None:

@@ -12,6 +12,7 @@ keeps only log-probabilities and computes each chunk again in the backward pass:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from holdfast.models.chunks.form import Form, ScoreOptions, Statistics
 from holdfast.models.chunks.kernel_form import KernelForm, kernels_take
-from holdfast.models.chunks.logits import HeadWeights
+from holdfast.models.chunks.logits import HeadWeights, factors_of, product_dtype
 from holdfast.models.chunks.torch_form import TorchForm
 from holdfast.models.layers.family import HeadSpec
 from holdfast.types import Scores
@@ -101,7 +102,7 @@ def separable_loss(  # noqa: PLR0913 - the operands of a formula
     """
     options = ScoreOptions(spec, temperature, entropy, torch.is_grad_enabled(), label_smoothing)
     states, product_head, form = _prepared(hidden, head, options)
-    gradients, outputs = _HeadGradients(states, product_head), _Outputs(states)
+    gradients, outputs = _HeadGradients(states, product_head, spec), _Outputs(states)
     loss = torch.zeros((), dtype=outputs.dtype, device=hidden.device)
     with torch.no_grad():
         for rows in _chunks(states, form):
@@ -120,14 +121,15 @@ class _HeadGradients:
     """Gradients of one call: rows of hidden states as they come, head gradients summed in float32 or better.
 
     Args:
-        states: In the dtype of the product; like the head, they say by `requires_grad` what is wanted.
+        states: As they are multiplied; like the head, they say by `requires_grad` what is wanted.
         head: The same.
+        spec: Says in which dtype products are.
     """
 
-    def __init__(self, states: Tensor, head: HeadWeights) -> None:
+    def __init__(self, states: Tensor, head: HeadWeights, spec: HeadSpec) -> None:
         self._wide = torch.float64 if states.dtype == torch.float64 else torch.float32
-        self._states, self._head = states, head
-        self._by_hidden = torch.empty_like(states) if states.requires_grad else None
+        self._states, self._head, self._dtype = states, head, product_dtype(spec, states.dtype)
+        self._by_hidden = torch.empty_like(states, dtype=self._dtype) if states.requires_grad else None
         self._by_weight: Tensor | None = None
         self._by_bias = self._zeros(head.bias)
 
@@ -146,17 +148,22 @@ class _HeadGradients:
     ) -> None:
         """Add a chunk's part, given the loss's derivatives by its log-probabilities and entropies."""
         slopes, factor = form.slopes(statistics, targets[rows], by_logprob, by_entropy)
-        states = self._states[rows]
+        states = self._states[rows].to(self._dtype)
         narrow = slopes.to(states.dtype)
         narrow_factor = None if factor is None else factor[:, None].to(states.dtype)
         if self._by_hidden is not None:
-            product = narrow @ self._head.weight
+            product = narrow @ self._weight
             self._by_hidden[rows] = product if narrow_factor is None else product.mul_(narrow_factor)
         if self._head.weight.requires_grad:
             rows_of_product = states if narrow_factor is None else states * narrow_factor
             self._by_weight = form.add_product(self._by_weight, narrow, rows_of_product)
         if self._by_bias is not None:
             self._by_bias += slopes.sum(0, dtype=self._by_bias.dtype) if factor is None else factor @ slopes
+
+    @cached_property
+    def _weight(self) -> Tensor:
+        """The head's matrix in the dtype of the slopes."""
+        return self._head.weight.detach().to(self._dtype)
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias, the sums as wide as they were added up."""
@@ -168,18 +175,17 @@ class _HeadGradients:
 
 
 def _prepared(hidden: Tensor, head: HeadWeights, options: ScoreOptions) -> tuple[Tensor, HeadWeights, Form]:
-    """Cast hidden states and head to the dtype of the product, and choose the form.
+    """Cast hidden states and head to the dtype in which they are multiplied, and choose the form.
 
     Of what is returned, requires_grad says which gradients are wanted.
     """
-    dtype = torch.float32 if options.spec.float32_product and hidden.dtype == torch.bfloat16 else hidden.dtype
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad and options.want_gradients)
-
-    product_head = HeadWeights(cast(head.weight), None if head.bias is None else cast(head.bias))
-    form: Form = (KernelForm if kernels_take(options, dtype) else TorchForm)(product_head, options)
-    return cast(hidden), product_head, form
+    states, product_head = factors_of(hidden, head, options.spec)
+    for cast, tensor in zip((states, *product_head), (hidden, *head), strict=True):
+        if cast is not None and tensor is not None:
+            cast.requires_grad_(tensor.requires_grad and options.want_gradients)
+    takes = kernels_take(options, product_dtype(options.spec, hidden.dtype))
+    form: Form = (KernelForm if takes else TorchForm)(product_head, options)
+    return states, product_head, form
 
 
 def _chunks(states: Tensor, form: Form) -> Iterator[slice]:
@@ -208,7 +214,7 @@ class _Recompute(torch.autograd.Function):
         assert weight.untyped_storage().size(), "FSDP2 freed the head, and its loss computes from it again"
         options: ScoreOptions = ctx.options
         states, head, form = _prepared(hidden, HeadWeights(weight, bias), options)
-        gradients = _HeadGradients(states, head)
+        gradients = _HeadGradients(states, head, options.spec)
         with torch.no_grad():
             for rows in _chunks(states, form):
                 statistics = form.statistics(states[rows], targets[rows])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.models.chunks.form import ScoreOptions, Slopes, Statistics
-from holdfast.models.chunks.logits import HeadWeights, add_product, scaled
+from holdfast.models.chunks.logits import HeadWeights, add_product, product_dtype, product_of, scaled
 from holdfast.models.layers.family import HeadSpec
 
 DTYPES = {torch.bfloat16, torch.float32}
@@ -90,9 +90,10 @@ class KernelForm:
         """Return the statistics of a chunk; no later one may be longer than the first."""
         weight = self._head.weight
         if self._buffer is None:
-            self._buffer = states.new_empty((states.shape[0], self._columns))
+            dtype = product_dtype(self._options.spec, states.dtype)
+            self._buffer = states.new_empty((states.shape[0], self._columns), dtype=dtype)
         padded = self._buffer[: states.shape[0]]
-        products = torch.mm(states, weight.t(), out=padded[:, : weight.shape[0]])
+        products = product_of(states, weight, self._options.spec, padded[:, : weight.shape[0]])
         if padded.shape[1] > weight.shape[0]:
             padded[:, weight.shape[0] :] = float("-inf")  # slopes of the last chunk stand there
         if self._options.spec.support is not None:

@@ -33,11 +33,36 @@ def chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
     return max(128, min(4096, room // (4 * vocabulary)))
 
 
+def product_dtype(spec: HeadSpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the matrix product, given that of hidden states."""
+    return torch.float32 if spec.float32_product and dtype == torch.bfloat16 else dtype
+
+
+def widens(spec: HeadSpec, *factors: Tensor) -> bool:
+    """Return whether the product is in float32, and its factors stay in bfloat16: a GPU needs no wider copies."""
+    on_gpu = all(factor.device.type == "cuda" and factor.dtype == torch.bfloat16 for factor in factors)
+    return spec.float32_product and on_gpu and torch.version.hip is None
+
+
+def factors_of(hidden: Tensor, head: HeadWeights, spec: HeadSpec) -> tuple[Tensor, HeadWeights]:
+    """Return hidden states and head, without a graph, in the dtype in which they are multiplied."""
+    dtype = hidden.dtype if widens(spec, hidden, head.weight) else product_dtype(spec, hidden.dtype)
+    bias = None if head.bias is None else head.bias.detach().to(dtype)
+    return hidden.detach().to(dtype), HeadWeights(head.weight.detach().to(dtype), bias)
+
+
+def product_of(states: Tensor, weight: Tensor, spec: HeadSpec, out: Tensor | None = None) -> Tensor:
+    """Return `states @ weight.T`, [n, V], which is not differentiable where it widens, maybe in a buffer."""
+    if widens(spec, states, weight):
+        return torch.mm(states, weight.t(), out_dtype=torch.float32, out=out)
+    return torch.mm(states, weight.t(), out=out)
+
+
 def logits_of(
     hidden: Tensor, head: HeadWeights, spec: HeadSpec, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
     """Return logits [n, V] of [n, H], in float32 or better, and the derivative of their soft cap, None without one."""
-    return scaled(hidden @ head.weight.t(), head.bias, spec, temperature)
+    return scaled(product_of(hidden, head.weight, spec), head.bias, spec, temperature)
 
 
 def scaled(product: Tensor, bias: Tensor | None, spec: HeadSpec, temperature: float) -> tuple[Tensor, Tensor | None]:

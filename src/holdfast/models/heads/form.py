@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.models.chunks.kernel_form import kernel_tokens, why_no_kernels
-from holdfast.models.chunks.logits import chunk_tokens
+from holdfast.models.chunks.logits import chunk_tokens, product_dtype
 from holdfast.models.heads.policy import PolicyModel
 
 FormRecord = dict[str, str | int]
@@ -22,19 +22,16 @@ def why_no_kernels_for(policy: PolicyModel, dtype: torch.dtype, device: torch.de
         dtype: Of its forward pass.
         device: Where it runs.
     """
-    return why_no_kernels(policy.head_spec, _product_dtype(policy, dtype), device)
+    return why_no_kernels(policy.head_spec, product_dtype(policy.head_spec, dtype), device)
 
 
 def take_kernels(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
     """Let Triton kernels sweep a policy's logits on a CUDA device; arguments as of `why_no_kernels_for`."""
     head: Any = policy.readable_head()
     memory = torch.cuda.mem_get_info(device)[1]
-    tokens = kernel_tokens(policy.head_spec, head.weight.shape[0], _product_dtype(policy, dtype), memory)
+    dtype = product_dtype(policy.head_spec, dtype)
+    tokens = kernel_tokens(policy.head_spec, head.weight.shape[0], dtype, memory)
     policy.head_spec = replace(policy.head_spec, kernel_tokens=tokens)
-
-
-def _product_dtype(policy: PolicyModel, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if policy.head_spec.float32_product and dtype == torch.bfloat16 else dtype
 
 
 def use_kernels(policy: PolicyModel, tokens: int) -> None:

@@ -9,7 +9,7 @@ chunk's logits of both and a copy in the product's dtype, 3 [n, V], and up to ei
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from holdfast.models.chunks.logits import (
     add_product,
     chunk_tokens,
     count_largest,
+    factors_of,
     logits_of,
+    product_dtype,
 )
 from holdfast.models.heads import spans
 from holdfast.models.heads.policy import PolicyModel
@@ -142,14 +144,15 @@ class _Comparison:
         entropy: bool,
     ) -> None:
         grad_enabled = torch.is_grad_enabled()
-        self._states, self._head = _wide(hidden, head, spec)
-        exact = torch.promote_types(self._states.dtype, torch.float32)
+        self._states, self._head = factors_of(hidden, head, spec)
+        self._dtype = product_dtype(spec, hidden.dtype)
+        exact = torch.promote_types(self._dtype, torch.float32)
         self._spec, self._targets, self._weights, self._loss = spec, targets, weights.to(exact), loss
         self._by_hidden, self._by_weight, self._by_bias = (
             torch.zeros_like(tensor, dtype=dtype)
             if tensor is not None and tensor.requires_grad and grad_enabled
             else None
-            for tensor, dtype in zip((hidden, *head), (self._states.dtype, exact, exact), strict=True)
+            for tensor, dtype in zip((hidden, *head), (self._dtype, exact, exact), strict=True)
         )
         self._wants_gradients = any(tensor is not None for tensor in (self._by_hidden, self._by_weight, self._by_bias))
         empty = partial(torch.zeros, targets.shape[0], device=hidden.device)
@@ -159,7 +162,7 @@ class _Comparison:
 
     def look(self, spec: HeadSpec, hidden: Tensor, head: HeadWeights) -> None:
         """Compare with a teacher's predictions, and form the gradients."""
-        states, head = _wide(hidden, head, spec)
+        states, head = factors_of(hidden, head, spec)
         vocabulary = self._head.weight.shape[0]
         size = chunk_tokens(self._spec, _BUFFERS * vocabulary, hidden.device)
         on_cpu = hidden.device.type == "cpu"
@@ -206,15 +209,20 @@ class _Comparison:
 
     def _add(self, by_logits: Tensor, rows: slice) -> None:
         """Add a chunk's part of the gradients, given the loss's derivative by its logits, which is consumed."""
-        states = self._states[rows]
+        states = self._states[rows].to(self._dtype)
         by_logits.mul_(self._spec.scale)
         narrow = by_logits.to(states.dtype)
         if self._by_hidden is not None:
-            self._by_hidden[rows] = narrow @ self._head.weight
+            self._by_hidden[rows] = narrow @ self._weight
         if self._by_weight is not None:
             add_product(self._by_weight, narrow, states)
         if self._by_bias is not None:
             self._by_bias += by_logits.sum(0)
+
+    @cached_property
+    def _weight(self) -> Tensor:
+        """The head's matrix in the dtype of the slopes."""
+        return self._head.weight.to(self._dtype)
 
     def total(self) -> Tensor:
         """Return the weighted sum []."""
@@ -233,10 +241,3 @@ class _Comparison:
             "teacher/nll": ratio(-self.teacher_logprobs.sum(dtype=torch.float64), count),
             "teacher/agreement": ratio(self.agrees.sum(), count),
         }
-
-
-def _wide(hidden: Tensor, head: HeadWeights, spec: HeadSpec) -> tuple[Tensor, HeadWeights]:
-    """Return hidden states and head, without a graph, in the dtype of the product."""
-    dtype = torch.float32 if spec.float32_product and hidden.dtype == torch.bfloat16 else hidden.dtype
-    bias = None if head.bias is None else head.bias.detach().to(dtype)
-    return hidden.detach().to(dtype), HeadWeights(head.weight.detach().to(dtype), bias)

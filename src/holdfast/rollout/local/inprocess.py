@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.models.chunks.logits import HeadWeights
+from holdfast.models.chunks.logits import HeadWeights, widens
 from holdfast.models.layers.family import output_layer_of
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.forms import Candidate, Forms, Standing
@@ -310,7 +310,8 @@ class InProcessEngine(ReplicaEngine):
     def _head(self, kept: Recordings | None) -> HeadWeights:
         layer: Any = output_layer_of(self._replica.model)
         own = HeadWeights(layer.weight, getattr(layer, "bias", None))
-        if self._spec.float32_product and own.weight.dtype == torch.bfloat16:
+        narrow = self._spec.float32_product and own.weight.dtype == torch.bfloat16
+        if narrow and not widens(self._spec, own.weight):
             own = (kept or Recordings()).wide_head(own)
         return own if self._recorder is not None else HeadWeights(for_few_rows(own.weight), own.bias)
 
