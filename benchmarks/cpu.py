@@ -223,8 +223,10 @@ def be_arm(name: str, rows: int) -> None:
     count = threads if threads == "auto" else int(threads)
     if work == "rollout":
         (holdfast_rollout if who == "holdfast" else transformers_rollout)(int(count), dtype)
+    elif who == "holdfast":
+        holdfast_sft(rows, count, dtype)
     else:
-        {"holdfast": holdfast_sft, "transformers": transformers_sft, "trl": trl_sft}[who](rows, count, dtype)  # type: ignore[operator]
+        (transformers_sft if who == "transformers" else trl_sft)(rows, int(count), dtype)
 
 
 def product_rate(threads: int, dtype: str) -> float:
