@@ -82,6 +82,8 @@ class Patience:
     """After which a tracker without a sign of life is named."""
     tracker_look_seconds: float = 1.0
     """Between two looks of a run at its trackers."""
+    tracker_close_seconds: float = 4.0
+    """For a tracker to send the rest when a run ends; a second of the five that this may take is left to kill it."""
 
     exit_word_seconds: float = 5.0
     """Before a rank that has done everything names the threads that keep its process."""

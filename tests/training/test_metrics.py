@@ -7,6 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast import patience
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import unpack
@@ -60,11 +62,21 @@ def refuse(constant: str) -> float:
     raise AssertionError(f"{constant} is no JSON")
 
 
+def measured(world: World, values: dict[str, Any]) -> None:
+    """Run SFT, and wait for its tracker as long as a busy machine needs."""
+    before = patience.current
+    patience.current = replace(before, tracker_close_seconds=120.0)
+    try:
+        run(world, values)
+    finally:
+        patience.current = before
+
+
 @pytest.fixture(scope="module")
 def directory(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run on two ranks that measures all it can."""
     place = tmp_path_factory.mktemp("measured")
-    pools(2).run(run, everything(place))
+    pools(2).run(measured, everything(place))
     return place / "r"
 
 

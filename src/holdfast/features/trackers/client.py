@@ -24,8 +24,6 @@ from holdfast.text.escaping import escaped
 
 _TAIL_BYTES = 4096
 _PROGRAM = "holdfast.features.trackers.process"
-_TRACKER_CLOSE_SECONDS = 4.0
-"""For a tracker to send the rest when a run ends; a second of the five that this may take is left to kill it."""
 _TRACKER_REAP_SECONDS = 0.5
 """For a killed tracker to go."""
 
@@ -76,7 +74,7 @@ class Trackers:
         """
         for process in self._processes:
             process.ask_to_end(status)
-        deadline = time.monotonic() + _TRACKER_CLOSE_SECONDS
+        deadline = time.monotonic() + patience.current.tracker_close_seconds
         return [text for process in self._processes if (text := process.end(deadline))]
 
 
@@ -154,7 +152,7 @@ class _Process:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             _kill_tree(process)
-            seconds = _TRACKER_CLOSE_SECONDS
+            seconds = patience.current.tracker_close_seconds
             reason = f"had not sent everything {seconds:g} s after the run's end, and was ended"
         else:
             reason = f"ended with {_how(process.returncode)}{self._last_words()}"
