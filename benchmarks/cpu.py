@@ -39,7 +39,7 @@ PROMPTS, PROMPT, NEW = 16, 32, 32
 
 
 def cores() -> int:
-    from holdfast.parallel.processor import usable_cores
+    from holdfast.processor import usable_cores
 
     return usable_cores()
 
@@ -253,7 +253,7 @@ def main() -> None:
     if options.arm:
         be_arm(options.arm, options.rows)
         return
-    from holdfast.parallel.processor import bfloat16_unit
+    from holdfast.processor import bfloat16_unit
 
     unit, all_cores = bfloat16_unit(), cores()
     dtypes = ["float32", *(["bfloat16"] if unit else [])]

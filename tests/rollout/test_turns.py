@@ -122,6 +122,41 @@ def test_only_the_tokens_that_are_new_are_computed() -> None:
     assert computed[True] < 0.5 * computed[False]
 
 
+class Sixteen:
+    """One conversation of sixteen turns of 16 tokens, with 40 of an environment behind each."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self._waiting = [Request(0, np.random.default_rng(0).integers(2, 90, 36), (1,))]
+
+    def ready(self, *, wait: bool) -> list[Request]:  # noqa: ARG002 - nothing outside is waited for
+        waiting, self._waiting = self._waiting, []
+        self.asked += waiting
+        return waiting
+
+    def finished(self, sampled: Sequence[Sampled]) -> None:
+        (turn,), number = sampled or (None,), len(self.asked)
+        if turn is not None and number < 16:
+            said = np.random.default_rng(number).integers(2, 90, 40)
+            self._waiting = [Request(number, np.concatenate([self.asked[-1].prompt, turn.tokens, said]), (number,))]
+
+
+@pytest.mark.parametrize(("remembers", "computed"), [(False, 7296), (True, 752)])
+def test_sixteen_turns_compute_as_many_tokens_as_is_written_down(*, remembers: bool, computed: int) -> None:
+    model = reference("qwen3", max_position_embeddings=2048)
+    engine, source, counts = turning(model, Stops(frozenset()), rows=4, blocks=800), Sixteen(), list[int]()
+    engine.turns, engine.longest = remembers, 1000
+    backbone_of(engine._replica.model).register_forward_pre_hook(
+        lambda _, __, inputs: counts.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+
+    converse(engine, source, SamplingConfig(max_new_tokens=16))
+
+    assert len(source.asked[-1].prompt) == 876
+    assert sum(len(request.prompt) for request in source.asked) == 7296
+    assert sum(counts) - 16 * 15 == computed  # a step of every token but the last of a turn
+
+
 def test_weights_of_later_turns_are_never_those_of_an_earlier_conversation() -> None:
     model, other = (reference("qwen3", max_position_embeddings=512) for _ in range(2))
     with torch.no_grad():

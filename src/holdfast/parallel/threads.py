@@ -14,7 +14,7 @@ import torch
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.forms import BEGAN_SO, Candidate, Forms, Standing, timed_rounds
-from holdfast.parallel.processor import usable_cores
+from holdfast.processor import usable_cores
 
 _SIZE = 1024
 """Rows and columns of the matrices that are multiplied while threads are timed: about 0.03 s for one thread."""

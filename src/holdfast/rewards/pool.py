@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import time
 from collections.abc import Collection, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from holdfast.config.sections.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.errors import ConfigError
 from holdfast.processes.pool import Reply, WorkerPool
+from holdfast.processor import usable_cores
 from holdfast.rewards.base import Sample, SampleOutcome, Scored
 from holdfast.rewards.combine import combine
 from holdfast.rewards.schedule import Form, Running, Schedule
@@ -42,7 +42,7 @@ class RewardPool(WorkerPool):
             )
         super().__init__("reward", log_dir, silent_seconds)
         self._rewards, self._config, self._base = tuple(rewards), config, base
-        auto_workers = min(os.cpu_count() or 1, _AUTO_WORKERS)
+        auto_workers = min(usable_cores(), _AUTO_WORKERS)
         self._workers = auto_workers if config.workers == "auto" else config.workers
         self._step_seconds = math.inf if config.step_timeout_seconds == "auto" else config.step_timeout_seconds
         self._forms: list[Form] = []

@@ -31,6 +31,7 @@ from holdfast.launch.environment import (
     under_torchrun,
     world_size,
 )
+from holdfast.processor import usable_cores
 
 if TYPE_CHECKING:
     from holdfast.features.plan.checks.findings import Check, Finding
@@ -175,7 +176,7 @@ def machine_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     environ = inherited({}) if environ is None else environ
     facts = versions() | {
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(usable_cores()),
         "memory": size_words(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         "gpus": str(cuda_devices(environ)),
     }

@@ -14,7 +14,7 @@ from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, Rewar
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.models.heads.scorer import RewardFormat, TextScorer
 from holdfast.parallel.mesh import World
-from holdfast.parallel.processor import usable_cores
+from holdfast.processor import usable_cores
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number, outcome_of_exception
 from holdfast.rewards.combine import combine
 from holdfast.rewards.in_process import InProcessRewards

@@ -39,9 +39,9 @@ from holdfast.parallel.context import join_context
 from holdfast.parallel.forms import Forms
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ShardPlan
-from holdfast.parallel.processor import WORTH_IT, bfloat16_gain, bfloat16_unit
 from holdfast.parallel.shards import materialise
 from holdfast.parallel.threads import choose_threads
+from holdfast.processor import WORTH_IT, bfloat16_gain, bfloat16_unit
 from holdfast.training.run import Model, Run
 from holdfast.training.setup.compiled import check_compiled
 from holdfast.training.setup.gradient_check import Gradients, check_gradients

@@ -2,7 +2,6 @@
 
 # As cli/main.py, without `from __future__ import annotations`.
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import typer
 from holdfast import patience
 from holdfast.errors import RunStopped, UserError
 from holdfast.files import python_module
+from holdfast.processor import usable_cores
 
 if TYPE_CHECKING:
     import psutil
@@ -174,7 +174,7 @@ def _summary(run: Path, killed: str, plain: float, seconds: float) -> Sequence[s
         f"killed and resumed   rank 1 (process {killed}; all {len(steps)} steps are there",
         f"the run              {run}",
         f"the model            {run / 'exports' / 'final'}",
-        f"time                 {seconds:.0f} s on {os.cpu_count()} cores",
+        f"time                 {seconds:.0f} s on {usable_cores()} cores",
         *([f"what happened        {run / PAGE}"] if (run / PAGE).exists() else []),
     ]
 

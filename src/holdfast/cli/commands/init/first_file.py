@@ -174,7 +174,7 @@ def _choose_dtype(draft: FirstFile) -> None:
     """Choose bfloat16 where a processor that trains multiplies it."""
     import torch
 
-    from holdfast.parallel.processor import WORTH_IT, bfloat16_gain, bfloat16_unit
+    from holdfast.processor import WORTH_IT, bfloat16_gain, bfloat16_unit
 
     if not torch.cuda.is_available() and (unit := bfloat16_unit()) and bfloat16_gain() >= WORTH_IT:
         draft.put("parallel.compute_dtype", "bfloat16", f"this processor multiplies it ({unit}), faster than float32")

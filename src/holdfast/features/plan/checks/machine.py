@@ -99,7 +99,7 @@ def look_at_devices(launch: LaunchConfig) -> Iterator[Finding]:
     """Count devices, and compare with the ranks that are asked for."""
     import torch
 
-    from holdfast.parallel.processor import bfloat16_unit, usable_cores
+    from holdfast.processor import bfloat16_unit, usable_cores
 
     gpus, visible, ranks = cuda_devices(), torch.cuda.is_available(), resolve_ranks(launch)
     cores, unit = usable_cores(), bfloat16_unit()
