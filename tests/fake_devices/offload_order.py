@@ -174,7 +174,10 @@ def run(blocks: list[Any], fails_behind: int | None) -> None:
 
 def update(module: Any, blocks: list[Any]) -> None:
     """Make two updates of two micro-batches in host memory."""
+    import numpy as np
     import torch
+
+    from holdfast.types import host_values_from
 
     optimizer = torch.optim.SGD([value for block in blocks for value in block.parameters()], lr=0.1)
     steps = module.HostSteps(optimizer)
@@ -182,7 +185,8 @@ def update(module: Any, blocks: list[Any]) -> None:
         for last in (False, True):
             steps.start_micro_batch(first=not last, last=last)
             run(blocks, fails_behind=None)
-        with steps.in_place(optimizer):
+        unchanged = host_values_from(lambda tensor, _: np.zeros(tuple(tensor.shape), bool))
+        with unchanged, steps.in_place(optimizer):
             optimizer.step()
             steps.write_back()
 

@@ -137,6 +137,50 @@ def test_weights_that_others_have_written_are_those_that_a_step_begins_with() ->
     assert torch.equal(hosted.first.bias, torch.full((8,), 3.0))
 
 
+def test_weights_are_copied_to_the_host_once_and_where_others_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosted = model()
+    optimizer = adamw(hosted)
+    steps = HostSteps(optimizer)
+    copied: list[int] = []
+    copy_ = steps._copy  # noqa: SLF001 - the copies to the host are counted
+
+    def counting(target: Tensor, source: Tensor) -> None:
+        copied.append(source.numel()) if isinstance(target, nn.Parameter) else None
+        copy_(target, source)
+
+    monkeypatch.setattr(steps, "_copy", counting)
+    host_updates(hosted, optimizer, steps, [True])
+    assert copied == [value.numel() for value in hosted.parameters()], "before the first step alone"
+
+    copied.clear()
+    with torch.no_grad():
+        hosted.second.weight.data[0, 0], hosted.second.weight.data[0, 1] = hosted.second.weight[0, 1], hosted.second.weight[0, 0].clone()  # fmt: skip
+        hosted.third.bias.data.neg_()
+    host_updates(hosted, optimizer, steps, [True])
+    assert copied == [hosted.second.weight.numel(), hosted.third.bias.numel()]
+
+
+def test_twins_of_a_step_that_failed_are_not_taken_for_the_weights() -> None:
+    hosted = model()
+    optimizer = torch.optim.SGD(hosted.parameters(), lr=1.0)
+    steps = HostSteps(optimizer)
+    host_updates(hosted, optimizer, steps, [True])
+    before = hosted.first.bias.detach().clone()
+
+    steps.start_micro_batch(first=True, last=True)
+    hosted(rows(0)).sum().backward()
+    with pytest.raises(ZeroDivisionError), steps.in_place(optimizer):
+        optimizer.step()
+        raise ZeroDivisionError
+    steps.start_micro_batch(first=True, last=True)
+    hosted.third.bias.sum().backward()
+    with steps.in_place(optimizer):
+        optimizer.step()
+        steps.write_back()
+
+    assert torch.equal(hosted.first.bias, before)
+
+
 def test_gradients_that_are_whole_in_several_turns_add_up() -> None:
     plain, hosted = model(), model()
     optimizers = adamw(plain), adamw(hosted)

@@ -1,10 +1,10 @@
 """Make an optimizer's steps in host memory, while parameters stay on the device (ZeRO-Offload, arXiv:2101.06840).
 
 Each trained parameter has a twin in host memory. In the backward pass of an update's last micro-batch, a gradient is
-copied to the host as soon as it is whole, with the weights that it is of, and freed on the device. The norm is taken
-and the step is made on the twins, and the new weights are copied back. Between updates the optimizer holds the
-parameters themselves, and its state, which stays in host memory, is theirs: whoever saves, loads or looks at either
-finds what there is without this.
+copied to the host as soon as it is whole, and freed on the device. The norm is taken and the step is made on the twins,
+and the new weights are copied back. Weights are copied to the host only where something else has written them since:
+a load, an average, a trial step. Between updates the optimizer holds the parameters themselves, and its state, which
+stays in host memory, is theirs: a save, a load and a metric read both as without this.
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ from torch.optim import Optimizer
 
 from holdfast.optim.state import keep_state_on_host
 from holdfast.parallel.shards import local_part
+from holdfast.types import host_value
+
+_CHUNK = 2**22
+"""Words that a fingerprint widens at a time."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
+_ODD = 6_364_136_223_846_793_005
+"""A multiplier of linear congruential generators (Knuth, MMIX)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +62,8 @@ class HostSteps:
         self._stream: torch.cuda.Stream | None = None
         self._last = False
         """Whether gradients that a backward pass completes are those of an update."""
+        self._written: Tensor | None = None
+        """[parameters] fingerprints of the weights that the twins hold; None if they may hold others."""
         for pair in self._pairs.values():
             # FSDP2 calls these hooks when it has reduced a gradient, and `ComputeCopies` when it has added one.
             pair.parameter.register_post_accumulate_grad_hook(partial(self._completed, pair))  # type: ignore[no-untyped-call]  # same
@@ -73,8 +83,7 @@ class HostSteps:
         for pair in self._pairs.values():
             if pair.parameter.grad is not None:  # of an earlier micro-batch than the last
                 self._fetch_gradient(pair)
-            elif not pair.arrived:
-                self._copy(pair.twin, pair.parameter)
+        self._fetch_weights()
         if self._stream is not None:
             self._stream.synchronize()
         for pair in self._pairs.values():
@@ -94,6 +103,7 @@ class HostSteps:
         # On the stream that computes: the next pass reads them, and the next copy to the host waits for it.
         for pair in self._pairs.values():
             local_part(pair.parameter.data).copy_(local_part(pair.twin.data), non_blocking=True)
+        self._written = self._fingerprints()
 
     def _forget(self) -> None:
         self._last = False
@@ -113,11 +123,27 @@ class HostSteps:
             self._copy(pair.addends[-1], gradient)
         else:
             self._copy(pair.gradient, gradient)
-            self._copy(pair.twin, pair.parameter)
         if self._stream is not None:
             # It is freed here, before the copy has read it.
             local_part(gradient).record_stream(self._stream)
         pair.parameter.grad, pair.arrived = None, True
+
+    def _fetch_weights(self) -> None:
+        """Copy to the twins the weights that they do not hold."""
+        written, self._written = self._written, None  # a step that fails leaves the twins in between
+        changed = (
+            [True] * len(self._pairs)
+            if written is None
+            else host_value(written != self._fingerprints(), "weights that a step on the host finds changed")
+        )
+        for pair, is_changed in zip(self._pairs.values(), changed, strict=True):
+            if is_changed:
+                self._copy(pair.twin, pair.parameter)
+
+    @torch.no_grad()
+    def _fingerprints(self) -> Tensor:
+        # Version counters of parameters do not count writes through `data`.
+        return torch.stack([_fingerprint(local_part(pair.parameter.data)) for pair in self._pairs.values()])
 
     @torch.no_grad()
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -130,6 +156,16 @@ class HostSteps:
         self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
             to.copy_(of, non_blocking=True)
+
+
+def _fingerprint(shard: Tensor) -> Tensor:
+    """Return a sum of a shard's words [] (int64), modulo 2^64, each times an odd number of its place."""
+    words = shard.reshape(-1).view(_BITS[shard.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
+    factors = torch.arange(min(_CHUNK, words.numel()), device=shard.device).mul_(_ODD - 1).add_(1)
+    for chunk in words.split(_CHUNK):
+        total = total * _ODD + (chunk * factors[: chunk.numel()]).sum()
+    return total
 
 
 def _on_host(parameter: nn.Parameter) -> Tensor:
