@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name
-from holdfast.parallel.activations import ActivationOffload, OffloadedBlock
+from holdfast.parallel.activations import ActivationOffload, OffloadedBlock, piece_sizes
 
 TOKENS, WIDTH, FFN = 96, 32, 80
 FLOAT = 4
@@ -103,6 +105,16 @@ def test_what_a_block_computes_is_copied_and_parameters_and_shared_inputs_are_no
 
     # Of a block: its input and two of [tokens, ffn]; `scale`, which all blocks share, and the last block stay.
     assert offload.copied_bytes == 3 * FLOAT * TOKENS * (WIDTH + 2 * FFN)
+
+
+@given(st.integers(1, 2**36))
+def test_pinned_pieces_hold_a_storage_and_waste_less_than_an_eighth(size: int) -> None:
+    sizes = piece_sizes(size)
+
+    assert sum(sizes) == size
+    assert len(sizes) <= 4
+    pinned = sum(1 << (piece - 1).bit_length() for piece in sizes)  # as torch's CachingHostAllocator rounds
+    assert pinned - size < size / 8
 
 
 def test_of_recomputed_blocks_their_inputs_alone_are_copied() -> None:

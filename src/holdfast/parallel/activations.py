@@ -39,7 +39,8 @@ class _Stored:
     """The bytes of a storage; on the device, in host memory, or both."""
 
     device: Tensor | None
-    host: Tensor | None = None
+    host: tuple[Tensor, ...] = ()
+    """Its bytes, one piece after the other."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -156,9 +157,12 @@ class ActivationOffload:
         pairs = []
         for stored in by_storage.values():
             assert stored.device is not None
-            stored.host = torch.empty(stored.device.numel(), dtype=torch.uint8, pin_memory=self._device_type == "cuda")
-            self.copied_bytes += stored.host.numel()
-            pairs.append((stored.host, stored.device))
+            sizes = piece_sizes(stored.device.numel())
+            stored.host = tuple(
+                torch.empty(size, dtype=torch.uint8, pin_memory=self._device_type == "cuda") for size in sizes
+            )
+            self.copied_bytes += sum(sizes)
+            pairs.extend(zip(stored.host, stored.device.split(sizes), strict=True))
         block_pass.copied = self._copy(pairs)
         self._copying = block_pass
 
@@ -181,9 +185,9 @@ class ActivationOffload:
         pairs = []
         for stored in _alive(block_pass.stored):
             if stored.device is None:
-                assert stored.host is not None
-                stored.device = torch.empty(stored.host.numel(), dtype=torch.uint8, device=self._device_type)
-                pairs.append((stored.device, stored.host))
+                sizes = [piece.numel() for piece in stored.host]
+                stored.device = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device_type)
+                pairs.extend(zip(stored.device.split(sizes), stored.host, strict=True))
         if not pairs:
             return
         block_pass.fetched = self._copy(pairs)
@@ -231,6 +235,19 @@ class OffloadedBlock(ActivationWrapper):
 def offload_of(policy: nn.Module) -> ActivationOffload | None:
     """Return what offloads the activations of a model; None where they stay on the device."""
     return next((module.offload for module in policy.modules() if isinstance(module, OffloadedBlock)), None)
+
+
+def piece_sizes(size: int) -> list[int]:
+    """Return sizes that add up to a size, at most four; all but the last are powers of two.
+
+    torch's allocator of pinned memory rounds a request up to a power of two: 129 MiB would take 256. Of these pieces
+    the last one alone is rounded up, which is less than an eighth of the whole.
+    """
+    sizes = []
+    while size & (size - 1) and len(sizes) < 3:
+        sizes.append(1 << (size.bit_length() - 1))
+        size -= sizes[-1]
+    return [*sizes, size]
 
 
 def _alive(references: Iterable[Callable[[], Any]]) -> Iterator[Any]:
