@@ -163,7 +163,7 @@ def _fingerprint(shard: Tensor) -> Tensor:
     words = shard.reshape(-1).view(_BITS[shard.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
     factors = torch.arange(min(_CHUNK, words.numel()), device=shard.device).mul_(_ODD - 1).add_(1)
-    for chunk in words.split(_CHUNK):
+    for chunk in torch.split(words, _CHUNK):
         total = total * _ODD + (chunk * factors[: chunk.numel()]).sum()
     return total
 

@@ -154,7 +154,7 @@ class ActivationOffload:
                 block_pass.stored.append(weakref.ref(by_storage[key]))
             saved.view = (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
             saved.stored, saved.tensor = by_storage[key], None
-        pairs = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for stored in by_storage.values():
             assert stored.device is not None
             sizes = piece_sizes(stored.device.numel())
@@ -162,7 +162,7 @@ class ActivationOffload:
                 torch.empty(size, dtype=torch.uint8, pin_memory=self._device_type == "cuda") for size in sizes
             )
             self.copied_bytes += sum(sizes)
-            pairs.extend(zip(stored.host, stored.device.split(sizes), strict=True))
+            pairs.extend(zip(stored.host, torch.split(stored.device, sizes), strict=True))
         block_pass.copied = self._copy(pairs)
         self._copying = block_pass
 
@@ -182,12 +182,12 @@ class ActivationOffload:
         """Start the copies of a pass back to the device, of what is not there."""
         if block_pass is self._copying:
             self._copying = None  # its device memory was not freed, and is not any more
-        pairs = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for stored in _alive(block_pass.stored):
             if stored.device is None:
                 sizes = [piece.numel() for piece in stored.host]
                 stored.device = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device_type)
-                pairs.extend(zip(stored.device.split(sizes), stored.host, strict=True))
+                pairs.extend(zip(torch.split(stored.device, sizes), stored.host, strict=True))
         if not pairs:
             return
         block_pass.fetched = self._copy(pairs)
@@ -243,7 +243,7 @@ def piece_sizes(size: int) -> list[int]:
     torch's allocator of pinned memory rounds a request up to a power of two: 129 MiB would take 256. Of these pieces
     the last one alone is rounded up, which is less than an eighth of the whole.
     """
-    sizes = []
+    sizes: list[int] = []
     while size & (size - 1) and len(sizes) < 3:
         sizes.append(1 << (size.bit_length() - 1))
         size -= sizes[-1]
