@@ -1,6 +1,6 @@
 """GRPO steps against TRL: seconds per step, one process, one thread, the same model, prompts, lengths and optimizer.
 
-    python benchmarks/grpo_vs_trl.py [--rounds 3] [--part groups] [--device cuda] [--tiny]
+    python benchmarks/grpo_vs_trl.py [--rounds 3] [--part groups|135m] [--device cuda] [--tiny]
 
 A step samples a group per prompt with the trainer's own rollout, scores it with the same trivial reward in the
 trainer's process, and makes one on-policy update without a KL term (TRL: beta 0, num_iterations 1, no recomputation of
@@ -13,7 +13,8 @@ differ in what they trained on. On a GPU the model is shaped like a 0.5B one and
 both trainers compute in bfloat16 (TRL under autocast, as its option `bf16` does), one of them in memory at a time, and
 peaks count all that is allocated. `decode_ms` is what a step spends outside its update, per token of a completion;
 `update_mfu` is ours, a shared prompt counted once. Ours decodes by CUDA graphs, as is the default there. `--tiny`
-trains a tiny model on the CPU, which says that the script runs and nothing else.
+trains a tiny model on the CPU, which says that the script runs and nothing else. `--part 135m` trains a model of the
+shape of SmolLM2-135M on all cores of the CPU, as users of both would, and compares seconds of the clock.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ SHAPES = {
     "256+32": Shape(256, 32),
     "64+64x4": Shape(64, 64, group=4),
     "64+64x16": Shape(64, 64, group=16),
+    "135m": Shape(64, 32, prompts=2, model="135m", steps=4),
     "8x8x512": Shape(256, 512, prompts=8, model="0.5b", steps=5),
     "tiny": Shape(8, 8, group=4, prompts=2, model="tiny", steps=3),
 }
@@ -93,6 +95,16 @@ def endless(shape: Shape) -> Any:
             block.self_attn.o_proj.weight[0] = 0.0
             block.mlp.down_proj.weight[0] = 0.0
     return language_model
+
+
+def threads_of(shape: Shape) -> int:
+    from holdfast.processor import usable_cores
+
+    return usable_cores() if shape.model == "135m" else 1
+
+
+def meter_of(shape: Shape, device: str) -> Meter:
+    return Meter(device, wall=shape.model == "135m")
 
 
 def reward(completion_tokens: Sequence[int]) -> float:
@@ -210,7 +222,10 @@ def holdfast(shape: Shape, device: str) -> None:
         training = build_policy_run(settings, Path.cwd(), world, score, live)
         engine: Any = training.evaluation.sampler.engine
         decoder = engine._replica.model  # what `rollout_forwards` counts
-        watch = Watch(shape, Meter(device), training.model.module.language_model.base_model, decoder.base_model)
+        torch.set_num_threads(threads_of(shape))
+        watch = Watch(
+            shape, meter_of(shape, device), training.model.module.language_model.base_model, decoder.base_model
+        )
         training.model.module.register_forward_pre_hook(note)
         watch.tick()
         for _ in range(shape.steps):
@@ -226,6 +241,7 @@ def holdfast(shape: Shape, device: str) -> None:
 
 
 def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
+    import torch
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -267,7 +283,8 @@ def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
         train_dataset=Dataset.from_dict({"prompt": shape.texts()}),
         processing_class=character_tokenizer(),
     )
-    watch = Watch(shape, Meter(device), trainer.model.base_model)
+    torch.set_num_threads(threads_of(shape))
+    watch = Watch(shape, meter_of(shape, device), trainer.model.base_model)
     sft_vs_trl.train(trainer, watch)
 
 
@@ -280,6 +297,7 @@ TARGETS = {
     "cpu": {"trl_gpu_like 64+64": 1.4, "trl 64+64": 2.2, "trl_gpu_like 256+32": 2.2, "trl 256+32": 6.0},
     "cuda": {"trl 8x8x512": 7.0},
     "tiny": {"trl tiny": 7.0},
+    "135m": {"trl 135m": 1.3},
 }
 UPDATE_TARGET = 1.3
 """TRL's seconds of an update over ours, on a GPU."""
@@ -305,7 +323,7 @@ def main() -> None:
     parser.add_argument("--arm", help="trainer and shape, such as 'trl 64+64'")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--part", choices=["trainers", "groups"], help="default: both; groups are of the CPU alone")
+    parser.add_argument("--part", choices=["trainers", "groups", "135m"], help="default: the first two")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     device = options.device
@@ -316,10 +334,10 @@ def main() -> None:
     if options.tiny or device == "cuda":
         sys.exit(compare_on_gpu("tiny" if options.tiny else device, options))
     print(heading("trl", "transformers"))
-    targets = {} if options.part == "groups" else TARGETS["cpu"]
+    targets = {} if options.part == "groups" else TARGETS["135m" if options.part == "135m" else "cpu"]
     shapes = {other.split()[1] for other in targets}
     arms = sorted([f"holdfast {shape}" for shape in shapes] + list(targets))
-    if with_groups := options.part != "trainers":
+    if with_groups := options.part in {None, "groups"}:
         arms += ["holdfast 64+64x4", "holdfast 64+64x16"]
     rounds = alternate(__file__, arms, options.rounds)
     check_alike(rounds, arms)

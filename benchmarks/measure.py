@@ -67,17 +67,22 @@ def peak_from_here(counters: Any) -> Callable[[], int]:
 
 
 class Meter:
-    """Time and peak memory of this process on one kind of device."""
+    """Time and peak memory of this process on one kind of device.
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.on_gpu = device == "cuda"
+    Args:
+        device: "cpu" or "cuda".
+        wall: Seconds of a CPU are those of the clock: arms have several threads.
+    """
+
+    def __init__(self, device: str = "cpu", *, wall: bool = False) -> None:
+        self.on_gpu, self._wall = device == "cuda", wall
         self._before = 0.0
         self._peak: Callable[[], int] = lambda: 0
 
     def seconds(self) -> float:
         """Return CPU seconds of this process, or wall seconds at which the GPU had nothing left to do."""
         if not self.on_gpu:
-            return time.process_time()
+            return time.perf_counter() if self._wall else time.process_time()
         import torch
 
         torch.cuda.synchronize()

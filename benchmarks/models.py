@@ -21,6 +21,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
+    "135m": {
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
     "0.5b": {
         "vocab_size": 151_936,
         "hidden_size": 896,
