@@ -32,7 +32,6 @@ REASONS = {
     "training/engines.py": "words of a refusal",
     "rollout/local/graphs.py": "capture: recording a graph needs a driver",
     "rollout/local/rows.py": "capture: rows whose steps are replayed from a graph",
-    "features/vllm/nccl.py": "words of a refusal",
     "features/vllm/extension.py": "runs in the processes of vLLM",
     "parallel/mesh.py": "NCCL: ranks join through a driver",
     "checkpoint/format/snapshot.py": "random state of a real generator",

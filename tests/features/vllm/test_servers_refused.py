@@ -201,9 +201,9 @@ def test_a_tensor_that_changed_behind_the_checks_is_named_or_why_it_cannot_be(
     assert not any(what.startswith("asked") for _, what in served.events)
 
 
-def test_transfer_from_gpu_to_gpu_is_refused_without_one(tmp_path: Path) -> None:
+def test_the_transport_that_never_ran_is_refused_with_the_one_that_is_left(tmp_path: Path) -> None:
     tree = served_tree(["http://127.0.0.1:9"], str(tmp_path))
     tree["rollout"]["engine"]["transport"] = "nccl"
 
-    with pytest.raises(ConfigError, match=r"transport: nccl moves weights from GPU to GPU, and the ranks .* on cpu"):
+    with pytest.raises(ConfigError, match=r"transport: there is no such key: .*rollout\.engine\.folder"):
         run(tmp_path, tree)

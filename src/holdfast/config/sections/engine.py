@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -101,6 +101,10 @@ class StartConfig(Section):
 class VLLMEngineConfig(EndpointConfig):
     """Servers of vLLM over HTTP. Weights are pushed to all of them before a rollout, and every push is verified."""
 
+    removed: ClassVar[Mapping[str, str]] = {
+        "transport": "weights travel by files in rollout.engine.folder, which lies in memory by default; leave it out"
+    }
+
     kind: Literal["vllm"] = "vllm"
     url: Annotated[list[PublicStr], Field(min_length=1), OneOrSeveral()]
     """One address or several, without a version, as in http://127.0.0.1:8700."""
@@ -127,9 +131,6 @@ class VLLMEngineConfig(EndpointConfig):
     push: Literal["auto", "adapters", "weights"] = "weights"
     """What a push sends of a policy with LoRA: `adapters` alone, beside a base that each server gets once; `weights`:
     all of them, adapters merged. `auto`: adapters, where vLLM can load them and the servers take some."""
-    transport: Literal["files", "nccl"] = "files"
-    """How weights travel: `files` by buckets in `folder`; `nccl` from GPU to GPU through vLLM's own transfer, which
-    needs vLLM where rank 0 runs (docs/status.md: never run)."""
     folder: PublicStr = "/dev/shm"  # noqa: S108 - memory, and files with names that nobody can guess
     """Directory in which buckets of weights are written for the servers; they must see it under the same path."""
     bucket_mib: Positive = 256.0

@@ -156,10 +156,9 @@ def _checks(state: ServerState, model: Model, section: VLLMEngineConfig) -> tupl
     facts, config = state.facts, model.run.config
     vocabulary = int(model.blueprint.skeleton.config.get_text_config().vocab_size)
     dtype, longest = f"torch.{model.plan.compute_dtype}", config.data.max_length
-    backend = BACKEND if section.transport == "files" else section.transport
     tokenizer, template = tokenizer_digest(model.blueprint.tokenizer), template_digest(model.blueprint.tokenizer)
     return (
-        (facts["backend"] == backend, "takes no weights of ours (--weight-transfer-config)"),
+        (facts["backend"] == BACKEND, "takes no weights of ours (--weight-transfer-config)"),
         (facts["dtype"] == dtype, f"computes in {facts['dtype']}, and the trainer in {dtype} (--dtype)"),
         (
             facts["vocabulary"] == vocabulary,
@@ -194,7 +193,7 @@ def _checks(state: ServerState, model: Model, section: VLLMEngineConfig) -> tupl
 def _adapter_checks(rank: int | None, model: Model, section: VLLMEngineConfig) -> tuple[tuple[bool, str], ...]:
     """Return the checks of a server's adapters: whether it takes any, and of which rank."""
     lora = model.run.config.model.lora
-    if lora is None or why_merged(section, lora) or section.push == "weights":
+    if lora is None or why_merged(lora) or section.push == "weights":
         return ()
     instead = "or set rollout.engine.push: weights, which merges adapters"
     if rank is None:

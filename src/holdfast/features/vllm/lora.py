@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.model import LoRAConfig
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -41,7 +40,7 @@ def limits_of(lora: LoRAConfig, staleness: int) -> AdapterLimits:
     return AdapterLimits(next((size for size in _RANKS if size >= rank), rank), staleness + _SPARE)
 
 
-def why_merged(section: VLLMEngineConfig, lora: LoRAConfig | None) -> str:
+def why_merged(lora: LoRAConfig | None) -> str:
     """Return why a run cannot push its adapters alone; "" where it can."""
     if lora is None:
         return "the policy has no adapters (model.lora)"
@@ -50,6 +49,5 @@ def why_merged(section: VLLMEngineConfig, lora: LoRAConfig | None) -> str:
         "vLLM is not given adapters of stacks of experts (model.lora.experts)": lora.experts != [],
         "parameters beside the adapters are trained (model.lora.train)": lora.train != [],
         f"vLLM 0.32 takes no rank above {_RANKS[-1]} (model.lora.rank)": largest_rank(lora) > _RANKS[-1],
-        "adapters travel as files (rollout.engine.transport: files)": section.transport != "files",
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

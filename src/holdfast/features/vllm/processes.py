@@ -32,8 +32,8 @@ from holdfast.text.escaping import escaped
 
 _MARK = "HOLDFAST_SERVERS"
 _EXTENSION = "holdfast_vllm_extension"
-_BACKENDS = {"files": "holdfast", "nccl": "nccl"}
-"""What vLLM calls a transport."""
+_BACKEND = "holdfast"
+"""Name of our transfer backend (`extension.py`)."""
 _MOST_RESTARTS = 5
 _TAIL, _MOST_TAIL_BYTES = 12, 1 << 16
 """Lines of a log that are shown."""
@@ -82,7 +82,7 @@ def command_of(served: ServerSpec, url: str) -> list[str]:
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": served.extension,
-        "--weight-transfer-config": json.dumps({"backend": _BACKENDS[served.section.transport]}),
+        "--weight-transfer-config": json.dumps({"backend": _BACKEND}),
         # A push clears the cache of images that the engine has, and not the one of the API's process that mirrors it.
         "--mm-processor-cache-gb": "0",
         # transformers' other image processors resize by torchvision, to other pixels than the trainer's.

@@ -26,7 +26,6 @@ from holdfast.features.vllm.buckets import Leases, Publisher
 from holdfast.features.vllm.checks import living_of, met, states_of
 from holdfast.features.vllm.engine import VLLMEngine
 from holdfast.features.vllm.lora import why_merged
-from holdfast.features.vllm.nccl import NCCLPublisher, refuse_nccl
 from holdfast.features.vllm.proof import Proof, Prover, Suspects
 from holdfast.features.vllm.responses import ServerState
 from holdfast.features.vllm.servers import VLLMServer
@@ -75,16 +74,13 @@ def outgoing(model: Model, *, merge: bool = True) -> Outgoing:
     return Outgoing(tuple(planned), ordered, (embedding, head))
 
 
-def _stream(
-    model: Model, plan: Outgoing, *, merge: bool = True, on_device: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors on rank 0, on the CPU or where they are; elsewhere send their shards."""
+def _stream(model: Model, plan: Outgoing, *, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors on rank 0, on the CPU; elsewhere send their shards."""
     holdings = held_tensors(model.module, merge=merge)
     with converted_tensors(holdings.__getitem__, plan.conversions, _dtype(model), model.run.ranks) as tensors:
         for name, pieces in tensors:
             shards = list(pieces)
-            tensor = shards[0] if len(shards) == 1 else torch.cat(shards)
-            tensor = tensor if on_device else tensor.cpu()
+            tensor = (shards[0] if len(shards) == 1 else torch.cat(shards)).cpu()
             yield name, tensor
             if plan.tie is not None and name == plan.tie[0]:
                 yield plan.tie[1], tensor
@@ -117,7 +113,6 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         super().__init__(section, servers, stops)
         self._mark_of_run, self._pushes = mark, 0
         self._publisher, self._leases = Publisher(Path(section.folder), section.bucket_mib), Leases(mark)
-        self._nccl = NCCLPublisher() if section.transport == "nccl" else None
         self._adapters = AdapterPublisher(Path(section.folder)) if section.push == "adapters" else None
         self._shares = section.shares_gpus
         self._ranks: RankGroup | None = None
@@ -242,7 +237,7 @@ class ServedEngine(VLLMEngine, PublishedEngine):
     def _pushed(self, model: Model, label: str, *, on_their_way: bool) -> list[str]:
         """Return the addresses of the servers that took the weights; on rank 0."""
         plan = outgoing(model)
-        tensors = _stream(model, plan, on_device=self._nccl is not None)
+        tensors = _stream(model, plan)
         if not model.run.world.is_first:
             for _ in tensors:
                 pass
@@ -250,11 +245,7 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         try:
             states, dead = states_of(living_of(self.servers, self._section), model, self._section, self._leases)
             living = [server for server in self.servers if server.url in states]
-            if self._nccl is None:
-                dead |= self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
-            elif living:
-                members = [_member(server, states[server.url]) for server in living]
-                self._nccl.push(members, tensors, plan.headers, label, keep=on_their_way)
+            dead |= self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
             self._identities = frozenset(state.identity for url, state in states.items() if url not in dead)
             return self._left(living, dead)
         finally:
@@ -327,10 +318,6 @@ def _base_writes(model: Model) -> int:
     return sum(local_part(value)._version for value in frozen)
 
 
-def _member(server: VLLMServer, state: ServerState) -> tuple[VLLMServer, str, int]:
-    return server, state.identity, int(state.facts["workers"])
-
-
 def open_servers(model: Model, section: VLLMEngineConfig, stops: Stops) -> ServedEngine:
     """Reach the servers of a section, and see that they fit the run; all ranks call this together.
 
@@ -338,8 +325,6 @@ def open_servers(model: Model, section: VLLMEngineConfig, stops: Stops) -> Serve
         ConfigError: One is not there, or serves something else.
     """
     ranks = model.run.ranks
-    if section.transport == "nccl":
-        ranks.on_all_ranks(lambda: refuse_nccl(model.run.world))
     servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
     states = ranks.on_first_rank(lambda: met(servers, model, section))
     section = section.model_copy(update={"push": _content_of_pushes(model, section, states)})
@@ -368,7 +353,7 @@ def _content_of_pushes(
     lora = model.run.config.model.lora
     if section.push == "weights" or (lora is None and section.push == "auto"):
         return "weights"
-    reason = why_merged(section, lora)
+    reason = why_merged(lora)
     if reason and section.push == "adapters":
         raise ConfigError(f"rollout.engine.push: adapters cannot be pushed alone: {reason}. Leave push out.")
     if not reason and any(state.facts["adapter_rank"] is None for state in states):

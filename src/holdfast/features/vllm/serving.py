@@ -166,7 +166,7 @@ def _spec(
 def _adapter_limits(config: TrainingConfig, section: VLLMEngineConfig) -> AdapterLimits | None:
     """Return the limits of servers that take adapters; None where whole weights are pushed."""
     lora = config.model.lora
-    if lora is None or section.push == "weights" or why_merged(section, lora):
+    if lora is None or section.push == "weights" or why_merged(lora):
         return None
     return limits_of(lora, config.rollout.max_staleness if isinstance(config, GRPOConfig) else 0)
 
