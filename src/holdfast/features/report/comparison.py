@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.features.report.curves import Column
+from holdfast.features.report.formats import NOT_THERE, counted, digits
 from holdfast.features.report.metrics import EVALUATION, TIMING, leading
 from holdfast.features.report.reading import RunRecord
-from holdfast.features.report.sections import digits, state_words
-from holdfast.features.report.settings import NOT_THERE, setting_differences
+from holdfast.features.report.settings import setting_differences
+from holdfast.features.report.tables import state_words
 from holdfast.text.escaping import escaped
 
 _STEPS = 5
@@ -80,7 +81,7 @@ def _difference(title: str, first: Mapping[str, str], second: Mapping[str, str])
     if not rows:
         yield f"{title}: the same"
         return
-    yield f"{title}: {len(rows)} key{'s' * (len(rows) != 1)} differ{'s' * (len(rows) == 1)}"
+    yield f"{title}: {counted(len(rows), 'key')} differ{'s' * (len(rows) == 1)}"
     yield from _table(rows)
 
 

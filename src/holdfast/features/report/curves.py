@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,6 @@ from holdfast.metrics.progress import End
 from holdfast.text.escaping import escaped
 
 BLOCK = 1 << 20
-
-
-def do_nothing() -> None:
-    """Do nothing between two blocks of a file."""
 
 
 def finite_number(value: Any) -> float | None:
@@ -145,11 +141,10 @@ class LineReader:
         self._offset = 0
         self._unfinished_line = b""
 
-    def new(self, between: Callable[[], None] = do_nothing, *, to_end: bool = False) -> Iterator[tuple[int, Any]]:
+    def new(self, *, to_end: bool = False) -> Iterator[tuple[int, Any]]:
         """Yield the offset of each new line and what it holds; None for one that is not JSON.
 
         Args:
-            between: Called between blocks of the file; what it raises ends the reading.
             to_end: Nothing will follow, so a last line without an end is read as well.
 
         Raises:
@@ -167,7 +162,6 @@ class LineReader:
                     if line.strip():
                         yield start, parsed(line)
                     start += len(line) + 1
-                between()
         if to_end and self._unfinished_line.strip():
             yield self._offset - len(self._unfinished_line), parsed(self._unfinished_line)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ _JPEG = b"\xff\xd8"
 _MOST_IMAGES, _MOST_BYTES = 500, 1 << 16
 """Images of a page, and bytes of each."""
 MOST_SAMPLES = 20_000
+_LAST_BYTES = 1 << 16
 SAMPLE_RULE = (
     f"Of each up to {SHOWN_CHARACTERS} characters are here. {WHOLE} are here whole: of up to {WHOLE // 4} steps "
     "spread evenly over the run, the first and the last among them, the best and the worst, and those whose tokens "
@@ -85,12 +86,11 @@ class Samples:
         return f"Of {self.total:,} completions {spread}. {SAMPLE_RULE}"
 
 
-def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_SAMPLES) -> Samples:
+def read_samples(directory: Path, most: int = MOST_SAMPLES) -> Samples:
     """Return the completions of a run's training steps that a page shows.
 
     Args:
         directory: Of the run.
-        between: Called now and then; what it raises ends the reading.
         most: Beyond so many, whole steps are left out evenly.
 
     Raises:
@@ -99,19 +99,26 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
     samples = Samples()
     path = directory / SAMPLES
     thinner = _Thinner(most)
-    for offset, line in LineReader(path).new(between, to_end=True):
+    for offset, line in LineReader(path).new(to_end=True):
         if isinstance(line, dict) and line.get("event") == "rewind" and isinstance(line.get("to"), int):
             thinner.rewind(line["to"])
         elif (sample := sample_of(line, offset)) is not None:
             thinner.take(sample)
         else:
             samples.unread += 1
-    for sample in _in_tables(directory / SAMPLE_FOLDER, between):
+    for sample in _in_tables(directory / SAMPLE_FOLDER):
         thinner.take(sample)
     samples.items, samples.total = thinner.selection()
     _read_full(path, choose_full(samples.items))
     samples.images = _read_images(directory / SAMPLE_IMAGES, samples.items)
     return samples
+
+
+def last_samples(directory: Path) -> Samples:
+    """Return the completions of the last step that are at the end of samples.jsonl, by their first characters."""
+    lines = (sample_of(line, offset) for offset, line in LineReader(directory / SAMPLES, _LAST_BYTES).new())
+    items = [sample for sample in lines if sample is not None]
+    return Samples([sample for sample in items if sample.step == items[-1].step])
 
 
 def sample_of(line: Any, offset: int) -> ShownSample | None:
@@ -274,7 +281,7 @@ def _cut(text: str, most: int = _WHOLE_CHARACTERS) -> str:
     return escaped_paragraph(text[:most]) + suffix
 
 
-def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSample]:
+def _in_tables(folder: Path) -> Iterator[ShownSample]:
     """Yield completions that were written as parquet, a file for each step."""
     if not folder.is_dir():
         return
@@ -282,7 +289,6 @@ def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSampl
     from pyarrow.parquet import read_table  # type: ignore[import-untyped]  # has no stubs
 
     for path in sorted(folder.glob("step-*.parquet")):
-        between()
         try:
             rows = read_table(path).to_pylist()
         except (OSError, ArrowException):
