@@ -18,6 +18,7 @@ from holdfast.errors import UserError
 from holdfast.features.report.page import write_page
 from holdfast.features.report.run_page import _giving_up_after, _PageTimeout
 from holdfast.metrics.sink import read_metrics
+from tests.cli.in_process import cli_in_process
 from tests.features.report.cases import HOSTILE, RunFolder, data_of, killed_run, run_that_goes_back, steps_of
 
 
@@ -164,6 +165,35 @@ def test_numbers_and_names_of_any_size_have_a_page(tmp_path: Path) -> None:
     shown = {*data["others"]}
     assert {"half \\ud83d an emoji", "constructor", "grad_norm"} <= shown == {*data["runs"][0]["curves"]}
     assert data["runs"][0]["curves"]["grad_norm"][1] == [None]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {"files": {"a": 1}},
+        {"files": {"a": {"size": 10**400}}},
+        {"contents": ["optimizer", "rank"], "mesh": {"shard": "x"}},
+    ],
+)
+def test_facts_of_any_size_have_a_page_and_a_frame(tmp_path: Path, manifest: object) -> None:
+    run, huge = RunFolder(tmp_path), 10**400
+    run.steps(1, 3)
+    run.save(2)
+    for path in run.place.glob("checkpoints/*/manifest.json"):
+        path.write_text(json.dumps({"manifest": manifest}))
+    run.append("events.jsonl", {"event": "start", "step": huge, "time": huge, "ranks": huge, "device": "cpu"})
+    for saved in (2, 3, huge):
+        run.event("checkpoint", huge, saved=saved, bytes=huge if saved == 3 else None, seconds=huge)
+    run.samples(huge, "p", ["late"])
+    run.event("health", huge, alarm=huge, text=None)
+
+    page = page_of(run.place, place=tmp_path / "x.html")
+    watched = cli_in_process("watch", run.place, cwd=tmp_path)
+
+    assert str(huge) not in page.partition('id="environment"')[0]
+    assert data_of(page)["runs"][0]["marks"]["saved"][-1][0] == 3
+    assert watched.code == 0
+    assert "step 2" in watched.out
 
 
 def test_marks_are_in_the_order_of_steps_after_a_rewind(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from holdfast.files import RegularFile, parse_json
 from holdfast.metrics.progress import End
@@ -28,6 +28,11 @@ def finite_number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    """Return whether a value of a file can be a step: a whole number that the page's script can count with."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 @dataclass
@@ -89,9 +94,9 @@ class Curves:
 
     def add(self, line: Any) -> None:
         """Take a line of metrics.jsonl."""
-        if isinstance(line, dict) and line.get("event") == "rewind" and _is_step(line.get("to")):
+        if isinstance(line, dict) and line.get("event") == "rewind" and is_step(line.get("to")):
             self._rewind(int(line["to"]))
-        elif isinstance(line, dict) and _is_step(line.get("step")):
+        elif isinstance(line, dict) and is_step(line.get("step")):
             self._take(int(line["step"]), line)
         else:
             self.unread += 1
@@ -121,10 +126,6 @@ class Curves:
                 self.lost.setdefault(name, []).append(removed)
         self.evaluated = [evaluated_step for evaluated_step in self.evaluated if evaluated_step <= step]
         self.last = step if any(column.steps for column in self.columns.values()) else None
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62
 
 
 class LineReader:

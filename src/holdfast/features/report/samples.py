@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.features.report.curves import LineReader, finite_number, parsed
+from holdfast.features.report.curves import LineReader, finite_number, is_step, parsed
 from holdfast.files import RegularFile, read_bytes
 from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLE_IMAGES, SAMPLES
 from holdfast.text.escaping import escaped_paragraph
@@ -100,7 +100,7 @@ def read_samples(directory: Path, most: int = MOST_SAMPLES) -> Samples:
     path = directory / SAMPLES
     thinner = _Thinner(most)
     for offset, line in LineReader(path).new(to_end=True):
-        if isinstance(line, dict) and line.get("event") == "rewind" and isinstance(line.get("to"), int):
+        if isinstance(line, dict) and line.get("event") == "rewind" and is_step(line.get("to")):
             thinner.rewind(line["to"])
         elif (sample := sample_of(line, offset)) is not None:
             thinner.take(sample)
@@ -123,11 +123,7 @@ def last_samples(directory: Path) -> Samples:
 
 def sample_of(line: Any, offset: int) -> ShownSample | None:
     """Return a line of samples.jsonl; None if it is none."""
-    if (
-        not isinstance(line, dict)
-        or not isinstance(line.get("step"), int)
-        or not isinstance(line.get("completion"), str)
-    ):
+    if not isinstance(line, dict) or not is_step(line.get("step")) or not isinstance(line.get("completion"), str):
         return None
     prompt, completion = str(line.get("prompt", "")), line["completion"]
     rewards = line.get("rewards")

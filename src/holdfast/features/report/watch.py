@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from holdfast.features.report.curves import finite_number
 from holdfast.features.report.formats import digits, seconds_words
 from holdfast.features.report.metrics import EVALUATION, TIMING, leading, metric_label
 from holdfast.features.report.reading import RunReader, RunRecord
@@ -109,8 +110,8 @@ def _progress(run: RunRecord, width: int) -> RenderableType:
 def _clock(run: RunRecord, step: int, total: int | None) -> Iterator[str]:
     """Yield how long the run is going on, and how long it will."""
     now = time.time()
-    started = run.starts[-1].get("time") if run.starts else None
-    if isinstance(started, int | float):
+    started = finite_number(run.starts[-1].get("time")) if run.starts else None
+    if started is not None:
         yield f"{seconds_words(max(0.0, now - started))} since the start"
     times = run.curves.columns.get("step_time")
     if total and times is not None and times.values:
