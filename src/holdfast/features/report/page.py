@@ -82,11 +82,7 @@ def page_of(runs: Sequence[RunRecord]) -> str:
     environment = Environment(
         autoescape=True, finalize=printable, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.policies["json.dumps_kwargs"] = {
-        "separators": (",", ":"),
-        "ensure_ascii": False,
-        "allow_nan": False,
-    }
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
     assets = files("holdfast.features.report")
     template, style, script = (
         assets.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")

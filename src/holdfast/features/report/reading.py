@@ -167,7 +167,7 @@ class RunReader:
         with self._noting(SAMPLES):
             record.samples = last_samples(directory) if self._follows else read_samples(directory)
         if unread := record.samples.unread:
-            self._notes.append(f"{counted(unread, 'line')} of {SAMPLES} could not be read and left out.")
+            self._notes.append(f"{SAMPLES} has {counted(unread, 'line')} that could not be read.")
         record.state = RunState("failed", "how it stands cannot be read")
         with self._noting("The lease of the run"):
             record.state = state_of(directory, record.events, curves.last)
@@ -231,7 +231,7 @@ def _curve_notes(curves: Curves, lines: LineReader) -> Iterator[str]:
     if curves.unread == 1 and lines.is_torn:
         yield f"The last line of {METRICS} is torn, as after a kill, and is left out."
     elif curves.unread:
-        yield f"{counted(curves.unread, 'line')} of {METRICS} could not be read and left out."
+        yield f"{METRICS} has {counted(curves.unread, 'line')} that could not be read."
     for name, column in curves.columns.items():
         if steps := column.not_finite:
             step_list = ", ".join(map(str, steps[:8])) + (" and others" if len(steps) > 8 else "")

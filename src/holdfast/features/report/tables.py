@@ -176,10 +176,10 @@ def _event_row(mark: Mark) -> list[str]:
 def event_counts(run: RunRecord) -> Iterator[str]:
     """Yield how often the run saved and was evaluated, and how many steps it made twice."""
     saves = [mark.step for mark in run.marks if mark.kind == "saved"]
-    for steps, what in ((saves, "checkpoint saved"), (run.curves.evaluated, "evaluation")):
-        if steps:
-            noun, _, verb = what.partition(" ")
-            yield f"{counted(len(steps), noun)}{verb and ' '}{verb}, the last of step {steps[-1]:,}."
+    if saves:
+        yield f"{counted(len(saves), 'checkpoint')} saved, the last of step {saves[-1]:,}."
+    if evaluated := run.curves.evaluated:
+        yield f"{counted(len(evaluated), 'evaluation')}, the last at step {evaluated[-1]:,}."
     if lost := sum(rewind.last - rewind.to for rewind in run.curves.rewinds):
         yield f"{counted(lost, 'step')} made twice."
 
