@@ -109,7 +109,7 @@ class Browser:
         return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
 
     def draw_all(self) -> None:
-        """Draw the charts that wait until they are near the screen, and let the page settle."""
+        """Draw the charts again, and let the page settle."""
         self.run("drawAll();")
         self.run_async("const done = arguments[0]; requestAnimationFrame(() => setTimeout(done, 150));")
 

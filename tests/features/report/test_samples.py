@@ -8,8 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from holdfast.features.report.chart_data import samples_data
-from holdfast.features.report.curves import do_nothing
+from holdfast.features.report.drawn import samples_data
 from holdfast.features.report.samples import SHOWN_CHARACTERS, WHOLE, ShownSample, choose_full, read_samples
 from holdfast.metrics.sink import SampleFiles
 from tests.features.report.cases import RunFolder, killed_run
@@ -26,7 +25,7 @@ def test_completions_are_those_of_the_effective_run(tmp_path: Path) -> None:
     run.append("samples.jsonl", {"event": "rewind", "to": 15})
     run.samples(20, "b", ["again"])
 
-    items = read_samples(run.place, do_nothing).items
+    items = read_samples(run.place).items
 
     assert [(item.step, item.completion) for item in items] == [(10, "x"), (10, "y"), (20, "again")]
 
@@ -36,7 +35,7 @@ def test_long_texts_are_cut_and_whole_ones_are_read_again(tmp_path: Path) -> Non
     text = "".join(chr(97 + place % 26) for place in range(5000))
     run.samples(1, "p", ["short", text])
 
-    short, long = read_samples(run.place, do_nothing).items
+    short, long = read_samples(run.place).items
 
     assert long.completion == text[: SHOWN_CHARACTERS - 3] + "..."
     assert long.full is not None
@@ -57,7 +56,7 @@ def test_an_episode_is_there_as_a_conversation(tmp_path: Path) -> None:
     run.append("samples.jsonl", line | {"messages": messages, "tools": [{}]})
     run.samples(2, "p", ["alone"])
 
-    samples = read_samples(run.place, do_nothing)
+    samples = read_samples(run.place)
 
     whole = samples_data(samples)["whole"]
     turns = whole["0"]["turns"]
@@ -84,7 +83,7 @@ def test_of_too_many_whole_steps_are_left_out_evenly(tmp_path: Path) -> None:
     for step in range(1, 401):
         run.samples(step, f"p{step}", ["a", "b", "c", "d"])
 
-    samples = read_samples(run.place, do_nothing, most=200)
+    samples = read_samples(run.place, most=200)
 
     steps = sorted({item.step for item in samples.items})
     assert samples.total == 1600
@@ -98,7 +97,7 @@ def test_tables_are_read_as_lines_are(tmp_path: Path) -> None:
     line = {"step": 3, "sample_id": 5, "prompt": "p", "completion": "c" * 400, "reward": 1.0, "rewards": {"exact": 1.0}}
     SampleFiles(run.place / "samples", 0).write([line | {"advantage": 0.5, "finish": "stop", "trained": True}])
 
-    (item,) = read_samples(run.place, do_nothing).items
+    (item,) = read_samples(run.place).items
 
     assert (item.step, item.sample_id, item.reward, item.function_rewards) == (3, 5, 1.0, {"exact": 1.0})
     assert item.full is not None
@@ -109,7 +108,7 @@ def test_what_is_no_number_has_none_and_tokens_are_printable(tmp_path: Path) -> 
     run = killed_run(tmp_path)
     run.samples(60, "x", ["bad"], reward=None, advantage=float("nan"), tokens=[["\x1b", -1.0, 0.0], ["torn"], 5])
 
-    items = read_samples(run.place, do_nothing).items
+    items = read_samples(run.place).items
 
     last = items[-1]
     assert (last.reward, last.advantage) == (None, None)
@@ -133,7 +132,7 @@ def test_prompts_of_the_same_text_and_other_images_are_two(tmp_path: Path) -> No
     run.samples(1, "see", ["c"], images=other)
     run.samples(1, "see", ["d"])
 
-    samples = read_samples(run.place, do_nothing)
+    samples = read_samples(run.place)
     data = samples_data(samples)
 
     assert data["prompts"] == ["see", "see", "see"]
@@ -151,7 +150,7 @@ def test_images_that_are_gone_or_no_images_are_left_out(tmp_path: Path) -> None:
     run.samples(1, "see", ["a"], images=" ".join(names))
     run.samples(2, "see", ["a"], images=7)
 
-    data = samples_data(read_samples(run.place, do_nothing))
+    data = samples_data(read_samples(run.place))
 
     assert list(data["files"]) == [there]
     assert data["images"] == {0: [there]}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.features.report.curves import finite_number
+from holdfast.features.report.curves import finite_number, is_step
+from holdfast.features.report.formats import counted
 from holdfast.files import read_json
 from holdfast.training.directory import CHECKPOINTS
 
@@ -20,7 +22,7 @@ class CheckpointLine:
     """One checkpoint."""
 
     step: int
-    bytes_: int | None
+    bytes_: float | None
     """Size of all files; None where it is not recorded."""
     seconds: float | None
     """Duration of its save."""
@@ -43,54 +45,37 @@ def checkpoint_lines(
         storage: checkpoint.storage; None for the run's own directory.
     """
     saves = {
-        event["saved"]: event
-        for event in events
-        if event.get("event") == "checkpoint" and isinstance(event.get("saved"), int)
+        event["saved"]: event for event in events if event.get("event") == "checkpoint" and is_step(event.get("saved"))
     }
     folder = Path((storage or str(directory / CHECKPOINTS)).removeprefix("file://"))
-    remote = storage is not None and "://" in storage and not storage.startswith("file://")
-    manifests = {} if remote else _manifests(folder)
-    lines = [_line(step, saves.get(step), manifests.get(step)) for step in sorted(saves.keys() | manifests.keys())]
-    note = (
-        "They lie in an object store, which this page does not ask: what is deleted there is not shown."
-        if remote
-        else ""
-    )
-    return lines, note
+    if storage is not None and "://" in storage.removeprefix("file://"):
+        manifests: dict[int, Mapping[str, Any]] = {}
+        note = "They lie in an object store, which this page does not ask: what is deleted there is not shown."
+    else:
+        manifests, note = _manifests(folder), ""
+    return [_line(step, saves.get(step), manifests.get(step)) for step in sorted(saves.keys() | manifests.keys())], note
 
 
 def _manifests(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """Return the manifests by step; {} for one that is damaged."""
     manifests: dict[int, Mapping[str, Any]] = {}
-    try:
-        paths = sorted(folder.glob(f"step-*/{MANIFEST}"))
-    except OSError:
-        return manifests
-    for path in paths:
-        number = path.parent.name.removeprefix("step-")
-        if not number.isdecimal():
-            continue
-        try:
-            values = read_json(path)["manifest"]
-            manifests[int(number)] = values if isinstance(values, dict) else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            manifests[int(number)] = {}
+    with suppress(OSError):
+        for path in folder.glob(f"step-*/{MANIFEST}"):
+            number = path.parent.name.removeprefix("step-")
+            if number.isdecimal() and is_step(int(number)):
+                manifests[int(number)] = {}
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    manifests[int(number)] = dict(read_json(path)["manifest"])
     return manifests
 
 
 def _line(step: int, event: Mapping[str, Any] | None, manifest: Mapping[str, Any] | None) -> CheckpointLine:
-    size = None if event is None else event.get("bytes")
-    seconds = None if event is None else event.get("seconds")
-    if manifest and not isinstance(size, int):
-        files = manifest.get("files")
-        size = sum(file["size"] for file in files.values()) if isinstance(files, dict) else None
-    return CheckpointLine(
-        step,
-        size if isinstance(size, int) else None,
-        finite_number(seconds),
-        event is not None,
-        manifest is not None,
-        "" if manifest is None else _resumes(manifest),
-    )
+    size, seconds = (finite_number((event or {}).get(key)) for key in ("bytes", "seconds"))
+    if manifest and size is None:
+        with suppress(AttributeError, KeyError, TypeError):
+            size = finite_number(sum(file["size"] for file in manifest["files"].values()))
+    resumes = "" if manifest is None else _resumes(manifest)
+    return CheckpointLine(step, size, seconds, event is not None, manifest is not None, resumes)
 
 
 def _resumes(manifest: Mapping[str, Any]) -> str:
@@ -100,7 +85,7 @@ def _resumes(manifest: Mapping[str, Any]) -> str:
         return "its manifest is damaged"
     if not isinstance(contents, list) or "optimizer" not in contents:
         return "weights only: a new run can start from it"
-    ranks = mesh.get("replicate", 1) * mesh.get("shard", 1) if isinstance(mesh, dict) else None
-    if ranks is None or "rank" not in contents:
+    sizes = [mesh.get("replicate", 1), mesh.get("shard", 1)] if isinstance(mesh, dict) else []
+    if not sizes or not all(map(is_step, sizes)) or "rank" not in contents:
         return "any number of ranks"
-    return f"bit for bit on {ranks} rank{'s' * (ranks != 1)}; any number of others"
+    return f"bit for bit on {counted(sizes[0] * sizes[1], 'rank')}; any number of others"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 
 from holdfast.features.report.curves import Column
+from holdfast.features.report.formats import NOT_THERE, counted, digits
 from holdfast.features.report.metrics import EVALUATION, TIMING, leading
 from holdfast.features.report.reading import RunRecord
-from holdfast.features.report.sections import digits, state_words
-from holdfast.features.report.settings import NOT_THERE, setting_differences
+from holdfast.features.report.settings import setting_differences
+from holdfast.features.report.tables import state_words
 from holdfast.text.escaping import escaped
 
 _STEPS = 5
@@ -18,124 +20,84 @@ _MEASURED = (TIMING, "throughput/", "memory/", "step_time", "ranks/")
 """Of the machine, which never measures the same twice."""
 
 
-@dataclass(frozen=True)
-class DivergencePoint:
-    """The first step at which the metrics of two runs differ."""
-
-    step: int
-    metrics: tuple[str, ...]
-    """All metrics that differ at the step."""
-    first: float
-    second: float
-    """Both values of the first metric."""
-
-
-def first_divergence(first: RunRecord, second: RunRecord) -> DivergencePoint | None:
-    """Return where two runs part; None if all numbers of steps that both made are the same, times and memory aside."""
-    steps: dict[int, list[str]] = {}
-    for name in first.curves.columns.keys() & second.curves.columns.keys():
-        if name.startswith(_MEASURED):
-            continue
-        step = _first_difference(first.curves.columns[name], second.curves.columns[name])
-        if step is not None:
-            steps.setdefault(step, []).append(name)
-    if not steps:
-        return None
-    step = min(steps)
-    order = [*leading(steps[step]), *sorted(steps[step])]
-    names = tuple(dict.fromkeys(name for name in order if name in steps[step]))
-    values = (_at(run.curves.columns[names[0]], step) for run in (first, second))
-    return DivergencePoint(step, names, *(value for value in values if value is not None))
-
-
-def _first_difference(first: Column, second: Column) -> int | None:
-    values = dict(zip(second.steps, second.values, strict=True))
-    for step, value in zip(first.steps, first.values, strict=True):
-        counterpart = values.get(step)
-        if counterpart is not None and value != counterpart and (value == value or counterpart == counterpart):  # noqa: PLR0124 - NaN
-            return step
-    return None
-
-
-def _at(column: Column, step: int) -> float | None:
-    return next((value for its, value in zip(column.steps, column.values, strict=True) if its == step), None)
-
-
 def compare(first: RunRecord, second: RunRecord) -> Iterator[str]:
     """Yield the lines of a comparison."""
-    for run, name in zip((first, second), _names(first, second), strict=True):
+    names = first.name, second.name
+    if first.name == second.name:
+        names = escaped(str(first.directory)), escaped(str(second.directory))
+    for run, name in zip((first, second), names, strict=True):
         yield f"{name}: {run.verb}, {state_words(run)}"
         yield from (f"  {note}" for note in run.notes)
     yield from _difference("configuration", first.configuration, second.configuration)
     yield from _difference("environment", first.versions, second.versions)
     yield ""
-    yield from _curves(first, second)
+    ours, theirs = first.curves.columns, second.curves.columns
+    shared = ours.keys() & theirs.keys()
+    shown = [name for name in leading(shared) if name in shared]
+    shown += sorted(name for name in shared if name.startswith(EVALUATION))
+    rows = [row for name in shown for row in _at_equal_steps(name, _equal_steps(ours[name], theirs[name]))]
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        if not name.startswith(_MEASURED):
+            rows.append(
+                [name, NOT_THERE, *("there" if name in run else NOT_THERE for run in (ours, theirs)), NOT_THERE]
+            )
+    if rows:
+        yield "curves at equal steps"
+        yield from _table([["metric", "step", *names, "difference"], *rows], numbers=True)
+    else:
+        yield "curves: no step has a number in both"
     yield ""
-    yield _divergence_sentence(first, second)
+    both = min(run.curves.last or 0 for run in (first, second))
+    yield (
+        _divergence(ours, theirs, names)
+        or f"All numbers of the steps that both have, up to step {both}, are equal; times and memory are not compared."
+    )
 
 
 def _difference(title: str, first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[str]:
-    rows = [[key, first_value, second_value] for key, first_value, second_value in setting_differences(first, second)]
+    rows = setting_differences(first, second)
     yield ""
-    if not rows:
+    if rows:
+        yield f"{title}: {counted(len(rows), 'key')} differ{'s' * (len(rows) == 1)}"
+        yield from _table(rows)
+    else:
         yield f"{title}: the same"
-        return
-    yield f"{title}: {len(rows)} key{'s' * (len(rows) != 1)} differ{'s' * (len(rows) == 1)}"
-    yield from _table(rows)
 
 
-def _curves(first: RunRecord, second: RunRecord) -> Iterator[str]:
-    ours, theirs = first.curves.columns, second.curves.columns
-    shared = ours.keys() & theirs.keys()
-    names = [name for name in leading(shared) if name in shared]
-    names += sorted(name for name in shared if name.startswith(EVALUATION))
-    rows = [row for name in names for row in _at_equal_steps(name, ours[name], theirs[name])]
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        if not name.startswith(_MEASURED):
-            rows.append([name, NOT_THERE, *(("there", NOT_THERE) if name in ours else (NOT_THERE, "there")), NOT_THERE])
-    if not rows:
-        yield "curves: no step has a number in both"
-        return
-    yield "curves at equal steps"
-    yield from _table([["metric", "step", *_names(first, second), "difference"], *rows], numbers=True)
+def _equal_steps(first: Column, second: Column) -> dict[int, tuple[float, float]]:
+    """Return both values of each step that both columns have."""
+    values = dict(zip(second.steps, second.values, strict=True))
+    pairs = zip(first.steps, first.values, strict=True)
+    return {step: (value, values[step]) for step, value in pairs if step in values}
 
 
-def _at_equal_steps(name: str, first: Column, second: Column) -> Iterator[list[str]]:
-    first_values = dict(zip(first.steps, first.values, strict=True))
-    second_values = dict(zip(second.steps, second.values, strict=True))
-    for step in _spread(sorted(first_values.keys() & second_values.keys())):
-        difference = (
-            "same" if first_values[step] == second_values[step] else digits(second_values[step] - first_values[step])
-        )
-        yield [name, str(step), digits(first_values[step]), digits(second_values[step]), difference]
-
-
-def _names(first: RunRecord, second: RunRecord) -> tuple[str, str]:
-    """Return what the runs are called, their paths where both have one name."""
-    if first.name != second.name:
-        return first.name, second.name
-    return escaped(str(first.directory)), escaped(str(second.directory))
-
-
-def _spread(steps: Sequence[int]) -> list[int]:
-    """Return the first, the last and some steps between."""
+def _at_equal_steps(name: str, pairs: Mapping[int, tuple[float, float]]) -> Iterator[list[str]]:
+    steps = list(pairs)
     count = min(_STEPS, len(steps))
-    return [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
+    for index in range(count):  # the first, the last and some between
+        step = steps[round(index * (len(steps) - 1) / max(1, count - 1))]
+        first, second = pairs[step]
+        difference = "same" if first == second else digits(second - first)
+        yield [name, str(step), digits(first), digits(second), difference]
 
 
-def _divergence_sentence(first: RunRecord, second: RunRecord) -> str:
-    divergence = first_divergence(first, second)
-    if divergence is None:
-        both = min(run.curves.last or 0 for run in (first, second))
-        return (
-            f"All numbers of the steps that both have, up to step {both}, are equal; times and memory are not compared."
-        )
-    ours, theirs = _names(first, second)
-    more = f" and {len(divergence.metrics) - 1} more" if len(divergence.metrics) > 1 else ""
-    return (
-        f"The first step that differs is {divergence.step}: {divergence.metrics[0]} is {divergence.first!r} in {ours} "
-        f"and {divergence.second!r} in {theirs}{more}."
-    )
+def _divergence(ours: Mapping[str, Column], theirs: Mapping[str, Column], runs: Sequence[str]) -> str | None:
+    """Return the first step at which numbers differ; None if none does, times and memory aside."""
+    steps: dict[int, dict[str, tuple[float, float]]] = {}
+    for name in sorted(ours.keys() & theirs.keys()):
+        if name.startswith(_MEASURED):
+            continue
+        for step, (first, second) in _equal_steps(ours[name], theirs[name]).items():
+            if first != second and not (math.isnan(first) and math.isnan(second)):
+                steps.setdefault(step, {})[name] = first, second
+                break
+    if not steps:
+        return None
+    step, differing = min(steps.items(), key=itemgetter(0))
+    name = next(name for name in [*leading(differing), *differing] if name in differing)
+    first, second = differing[name]
+    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    return f"The first step that differs is {step}: {name} is {first!r} in {runs[0]} and {second!r} in {runs[1]}{more}."
 
 
 def _table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> Iterator[str]:

@@ -9,20 +9,16 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from holdfast.files import RegularFile, parse_json
 from holdfast.metrics.progress import End
 from holdfast.text.escaping import escaped
 
 BLOCK = 1 << 20
-
-
-def do_nothing() -> None:
-    """Do nothing between two blocks of a file."""
 
 
 def finite_number(value: Any) -> float | None:
@@ -32,6 +28,11 @@ def finite_number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    """Return whether a value of a file can be a step: a whole number that the page's script can count with."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 @dataclass
@@ -93,9 +94,9 @@ class Curves:
 
     def add(self, line: Any) -> None:
         """Take a line of metrics.jsonl."""
-        if isinstance(line, dict) and line.get("event") == "rewind" and _is_step(line.get("to")):
+        if isinstance(line, dict) and line.get("event") == "rewind" and is_step(line.get("to")):
             self._rewind(int(line["to"]))
-        elif isinstance(line, dict) and _is_step(line.get("step")):
+        elif isinstance(line, dict) and is_step(line.get("step")):
             self._take(int(line["step"]), line)
         else:
             self.unread += 1
@@ -127,10 +128,6 @@ class Curves:
         self.last = step if any(column.steps for column in self.columns.values()) else None
 
 
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62
-
-
 class LineReader:
     """Reads the lines that were appended to a file of JSON lines since the last read. An incomplete last line waits.
 
@@ -145,11 +142,10 @@ class LineReader:
         self._offset = 0
         self._unfinished_line = b""
 
-    def new(self, between: Callable[[], None] = do_nothing, *, to_end: bool = False) -> Iterator[tuple[int, Any]]:
+    def new(self, *, to_end: bool = False) -> Iterator[tuple[int, Any]]:
         """Yield the offset of each new line and what it holds; None for one that is not JSON.
 
         Args:
-            between: Called between blocks of the file; what it raises ends the reading.
             to_end: Nothing will follow, so a last line without an end is read as well.
 
         Raises:
@@ -167,7 +163,6 @@ class LineReader:
                     if line.strip():
                         yield start, parsed(line)
                     start += len(line) + 1
-                between()
         if to_end and self._unfinished_line.strip():
             yield self._offset - len(self._unfinished_line), parsed(self._unfinished_line)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.features.report.curves import LineReader, finite_number, parsed
+from holdfast.features.report.curves import LineReader, finite_number, is_step, parsed
 from holdfast.files import RegularFile, read_bytes
 from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLE_IMAGES, SAMPLES
 from holdfast.text.escaping import escaped_paragraph
@@ -31,6 +31,7 @@ _JPEG = b"\xff\xd8"
 _MOST_IMAGES, _MOST_BYTES = 500, 1 << 16
 """Images of a page, and bytes of each."""
 MOST_SAMPLES = 20_000
+_LAST_BYTES = 1 << 16
 SAMPLE_RULE = (
     f"Of each up to {SHOWN_CHARACTERS} characters are here. {WHOLE} are here whole: of up to {WHOLE // 4} steps "
     "spread evenly over the run, the first and the last among them, the best and the worst, and those whose tokens "
@@ -85,12 +86,11 @@ class Samples:
         return f"Of {self.total:,} completions {spread}. {SAMPLE_RULE}"
 
 
-def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_SAMPLES) -> Samples:
+def read_samples(directory: Path, most: int = MOST_SAMPLES) -> Samples:
     """Return the completions of a run's training steps that a page shows.
 
     Args:
         directory: Of the run.
-        between: Called now and then; what it raises ends the reading.
         most: Beyond so many, whole steps are left out evenly.
 
     Raises:
@@ -99,14 +99,14 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
     samples = Samples()
     path = directory / SAMPLES
     thinner = _Thinner(most)
-    for offset, line in LineReader(path).new(between, to_end=True):
-        if isinstance(line, dict) and line.get("event") == "rewind" and isinstance(line.get("to"), int):
+    for offset, line in LineReader(path).new(to_end=True):
+        if isinstance(line, dict) and line.get("event") == "rewind" and is_step(line.get("to")):
             thinner.rewind(line["to"])
         elif (sample := sample_of(line, offset)) is not None:
             thinner.take(sample)
         else:
             samples.unread += 1
-    for sample in _in_tables(directory / SAMPLE_FOLDER, between):
+    for sample in _in_tables(directory / SAMPLE_FOLDER):
         thinner.take(sample)
     samples.items, samples.total = thinner.selection()
     _read_full(path, choose_full(samples.items))
@@ -114,13 +114,16 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
     return samples
 
 
+def last_samples(directory: Path) -> Samples:
+    """Return the completions of the last step that are at the end of samples.jsonl, by their first characters."""
+    lines = (sample_of(line, offset) for offset, line in LineReader(directory / SAMPLES, _LAST_BYTES).new())
+    items = [sample for sample in lines if sample is not None]
+    return Samples([sample for sample in items if sample.step == items[-1].step])
+
+
 def sample_of(line: Any, offset: int) -> ShownSample | None:
     """Return a line of samples.jsonl; None if it is none."""
-    if (
-        not isinstance(line, dict)
-        or not isinstance(line.get("step"), int)
-        or not isinstance(line.get("completion"), str)
-    ):
+    if not isinstance(line, dict) or not is_step(line.get("step")) or not isinstance(line.get("completion"), str):
         return None
     prompt, completion = str(line.get("prompt", "")), line["completion"]
     rewards = line.get("rewards")
@@ -274,7 +277,7 @@ def _cut(text: str, most: int = _WHOLE_CHARACTERS) -> str:
     return escaped_paragraph(text[:most]) + suffix
 
 
-def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSample]:
+def _in_tables(folder: Path) -> Iterator[ShownSample]:
     """Yield completions that were written as parquet, a file for each step."""
     if not folder.is_dir():
         return
@@ -282,7 +285,6 @@ def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSampl
     from pyarrow.parquet import read_table  # type: ignore[import-untyped]  # has no stubs
 
     for path in sorted(folder.glob("step-*.parquet")):
-        between()
         try:
             rows = read_table(path).to_pylist()
         except (OSError, ArrowException):

@@ -14,12 +14,12 @@ from holdfast.config.base import leaves
 from holdfast.config.public import public_configuration, public_text
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
+from holdfast.features.report.formats import NOT_THERE
 from holdfast.files import read_json
 from holdfast.metrics.progress import End
 from holdfast.training.directory import IDENTITY
 
 CONFIGURATION = "config.resolved.yaml"
-NOT_THERE = "—"
 _OF_THE_PLACE = ("run.name", "run.dir")
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.features.report.curves import Curves, Rewind, finite_number
+from holdfast.features.report.curves import Curves, Rewind, finite_number, is_step
+from holdfast.features.report.formats import counted
 from holdfast.files import size_words
 from holdfast.text.escaping import escaped
 from holdfast.text.shortening import shortened
@@ -42,9 +43,7 @@ class Mark:
     """Seconds since 1970, where the run noted it."""
 
 
-_OTHERS = {
-    "back": "went back to an earlier step, as checkpoint.resume.from asked",
-}
+_OTHERS = {"back": "went back to an earlier step, as checkpoint.resume.from asked"}
 ENTRY_KINDS = ("failed", "stopped", "resumed", "saved", "evaluated", "alarm", "exported", "other")
 
 
@@ -105,10 +104,9 @@ def _within(events: Sequence[Event]) -> Iterator[Mark]:
 
 def _saved(event: Event) -> str:
     phrases = [f"checkpoint of step {_step(event, 'saved')} verified on disk"]
-    if isinstance(event.get("bytes"), int):
-        phrases.append(size_words(event["bytes"]))
-    if isinstance(event.get("seconds"), int | float):
-        phrases.append(f"{event['seconds']:.1f} s")
+    size, seconds = finite_number(event.get("bytes")), finite_number(event.get("seconds"))
+    phrases += [] if size is None else [size_words(size)]
+    phrases += [] if seconds is None else [f"{seconds:.1f} s"]
     if event.get("before_error"):
         phrases.append("saved before an error ended the run")
     return ", ".join(phrases)
@@ -121,8 +119,7 @@ def _ending(rewind: Rewind, events: Sequence[Event]) -> Mark:
 
 def _end_mark(event: Event, step: int) -> Mark:
     reason = public_sentence(str(event.get("reason", "")))
-    time = event.get("time")
-    seconds = finite_number(time)
+    seconds = finite_number(event.get("time"))
     match event.get("event"):
         case "failed":
             return Mark("failed", step, reason or "the run failed", seconds)
@@ -138,16 +135,11 @@ def _resume(rewind: Rewind, start: Event) -> Mark:
         outcome = f"steps {rewind.to + 1} to {rewind.last} were made again"
     else:
         outcome = f"step {rewind.last} was made again" if lost == 1 else "no step was lost"
-    ranks = f" on {start['ranks']} rank{'s' * (start['ranks'] != 1)}" if isinstance(start.get("ranks"), int) else ""
-    time = start.get("time")
-    return Mark(
-        "resumed",
-        rewind.to,
-        f"continued from step {rewind.to}{ranks}; {outcome}",
-        finite_number(time),
-    )
+    ranks = f" on {counted(start['ranks'], 'rank')}" if isinstance(start.get("ranks"), int) else ""
+    text = f"continued from step {rewind.to}{ranks}; {outcome}"
+    return Mark("resumed", rewind.to, text, finite_number(start.get("time")))
 
 
 def _step(event: Event, name: str = "step") -> int:
     value = event.get(name)
-    return value if isinstance(value, int) else 0
+    return value if is_step(value) else 0

@@ -1,7 +1,4 @@
-"""`holdfast watch`: shows a run in a terminal of 60 to 200 columns while it goes on. It never writes to the run.
-
-A frame is drawn when a file of the run grew, at most every `_FRAME_SECONDS`; without a terminal one frame is printed.
-"""
+"""`holdfast watch`: shows a run in a terminal of 60 to 200 columns while it goes on. It never writes to the run."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from holdfast.features.report.curves import Column
-from holdfast.features.report.follow import Follower, RunStatus
+from holdfast.features.report.curves import finite_number
+from holdfast.features.report.formats import digits, seconds_words
 from holdfast.features.report.metrics import EVALUATION, TIMING, leading, metric_label
-from holdfast.features.report.sections import age, digits
+from holdfast.features.report.reading import RunReader, RunRecord
 from holdfast.files import size_words
+from holdfast.metrics.sink import METRICS
 from holdfast.text.escaping import escaped
 from holdfast.text.shortening import shortened
 
@@ -25,12 +23,13 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_LOOK_SECONDS, _FRAME_SECONDS, _IDLE_FRAME_SECONDS = 1.0, 2.0, 10.0
+_FRAME_SECONDS = 2.0
 _TWO_COLUMNS = 110
 """Width from which two columns stand side by side."""
-_MOST_CURVES, _LAST_STEPS = 7, 20
+_MOST_CURVES, _LAST_STEPS, _MOST_RANKS = 7, 20, 16
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _STYLES = {"running": "bold green", "done": "bold", "stopped": "bold yellow", "failed": "bold red"}
+_MARK_STYLES = {"failed": "red", "alarm": "yellow", "stopped": "yellow", "resumed": "green"}
 _SILENT_SECONDS = 10.0
 """After which a rank without a word is shown in red; a beat comes every second."""
 
@@ -45,167 +44,116 @@ def watch_run(directory: Path, console: Console | None = None) -> None:
     from rich.live import Live
 
     console = console or Console(highlight=False)
-    follower = Follower(directory)
-    follower.has_changed()
-    status = follower.update()
+    reader = RunReader(directory, follows=True)
     if not console.is_terminal:
-        console.print(screen(status, console), soft_wrap=False)
+        console.print(screen(reader.update(), console), soft_wrap=False)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        drawn = -math.inf
         while True:
-            live.update(screen(status, console), refresh=True)
-            drawn = time.monotonic()
-            if status.state.name != "running":
+            run = reader.update()
+            live.update(screen(run, console), refresh=True)
+            if run.state.name != "running":
                 return
-            _await(follower, drawn)
-            status = follower.update()
+            time.sleep(_FRAME_SECONDS)
 
 
-def _await(follower: Follower, drawn: float) -> None:
-    """Wait until a new frame is due."""
-    changed = False
-    while True:
-        time.sleep(_LOOK_SECONDS)
-        changed = follower.has_changed() or changed
-        since = time.monotonic() - drawn
-        if since >= (_FRAME_SECONDS if changed else _IDLE_FRAME_SECONDS):
-            return
-
-
-def screen(status: RunStatus, console: Console) -> RenderableType:
+def screen(run: RunRecord, console: Console) -> RenderableType:
     """Return what is shown of a run."""
     from rich.console import Group
-    from rich.table import Table
 
     width = console.width
     bars = _BARS if console.encoding.lower().startswith("utf") else _PLAIN_BARS
-    head = [_head(status), _progress(status, min(width, 120), bars)]
+    head = [_head(run), _progress(run, min(width, 120))]
     if width < _TWO_COLUMNS:
-        return Group(*head, *_curves(status, width, bars), *_state_blocks(status), *_samples(status, width))
+        return Group(*head, *_numbers(run, width, bars), *_state(run), *_samples(run, width))
     left_width = width * 3 // 5 - 2
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(width=left_width)
-    grid.add_column(width=width - left_width - 4)
-    grid.add_row(Group(*_curves(status, left_width, bars)), Group(*_state_blocks(status)))
-    return Group(*head, grid, *_samples(status, width))
+    columns = _grid({"width": left_width}, {"width": width - left_width - 4}, padding=2)
+    columns.add_row(Group(*_numbers(run, left_width, bars)), Group(*_state(run)))
+    return Group(*head, columns, *_samples(run, width))
 
 
-def _head(status: RunStatus) -> Text:
+def _grid(*columns: dict[str, Any], padding: int = 1) -> Table:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, padding))
+    for column in columns:
+        grid.add_column(no_wrap=True, overflow="ellipsis", **column)
+    return grid
+
+
+def _line(text: str, style: str = "") -> Text:
     from rich.text import Text
 
-    line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(status.name, "bold")
-    line.append(f"  {status.verb}  ")
-    line.append(status.state.name, _STYLES[status.state.name])
-    if status.state.why:
-        line.append(f": {escaped(status.state.why)}")
-    return line
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
-def _progress(status: RunStatus, width: int, bars: str) -> Text:
+def _head(run: RunRecord) -> Text:
+    line = _line(run.name, "bold").append(f"  {run.verb}  ", "not bold").append(run.state.name, _STYLES[run.state.name])
+    return line.append(f": {escaped(run.state.why)}", "not bold") if run.state.why else line
+
+
+def _progress(run: RunRecord, width: int) -> RenderableType:
     """Return step, bar and the time that is left at the pace of the last steps."""
-    from rich.text import Text
+    from rich.progress_bar import ProgressBar
 
-    step, total = status.curves.last or 0, status.total
-    position = f"step {step:,}" + (f" of {total:,}" if total else "")
-    ends = []
-    if status.started is not None and status.state.name == "running":
-        ends.append(f"{age(max(0.0, time.time() - status.started))} since the start")
-    remaining = _remaining_seconds(status)
-    if remaining is not None:
-        ends.append(f"{age(remaining)} left")
-    tail = "  ".join(ends)
-    room = width - len(position) - len(tail) - 4
-    line = Text(position, no_wrap=True, overflow="ellipsis")
+    step, total = run.curves.last or 0, run.total
+    cells: list[RenderableType] = [_line(f"step {step:,}" + (f" of {total:,}" if total else ""))]
+    tail = "  ".join(_clock(run, step, total)) if run.state.name == "running" else ""
+    room = width - sum(len(str(cell)) for cell in cells) - len(tail) - 4
     if total and room >= 8:
-        done = min(room, round(room * step / total))
-        glyph = "━" if bars is _BARS else "="
-        line.append("  " + glyph * done, "green").append(
-            (glyph if bars is _BARS else " ") * (room - done), "bright_black"
-        )
-    return line.append(f"  {tail}" if tail else "")
+        cells.append(ProgressBar(total, step, width=room, complete_style="green", finished_style="green"))
+    grid = _grid(*[{}] * (len(cells) + 1), padding=2)
+    grid.add_row(*cells, _line(tail))
+    return grid
 
 
-def _remaining_seconds(status: RunStatus) -> float | None:
-    times = status.curves.columns.get("step_time")
-    if status.state.name != "running" or not status.total or times is None or not times.values:
-        return None
-    pace = fmean(_finite(times.values[-_LAST_STEPS:]) or [0.0])
-    since = max(0.0, time.time() - status.active) if status.active else 0.0
-    return max(0.0, pace * (status.total - (status.curves.last or 0)) - min(since, pace))
+def _clock(run: RunRecord, step: int, total: int | None) -> Iterator[str]:
+    """Yield how long the run is going on, and how long it will."""
+    now = time.time()
+    started = finite_number(run.starts[-1].get("time")) if run.starts else None
+    if started is not None:
+        yield f"{seconds_words(max(0.0, now - started))} since the start"
+    times = run.curves.columns.get("step_time")
+    if total and times is not None and times.values:
+        pace = fmean(_finite(times.values[-_LAST_STEPS:]) or [0.0])
+        since = max(0.0, now - (run.directory / METRICS).stat().st_mtime)
+        yield f"{seconds_words(max(0.0, pace * (total - step) - min(since, pace)))} left"
 
 
 def _finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-def _grid() -> Table:
-    from rich.table import Table
-
-    return Table.grid(padding=(0, 1))
-
-
-def _title(title: str) -> Text:
-    from rich.text import Text
-
-    return Text(f"\n{title}", "bold", no_wrap=True, overflow="ellipsis")
-
-
-def _cell(text: str, style: str = "") -> Text:
-    from rich.text import Text
-
-    return Text(text, style, no_wrap=True, overflow="ellipsis")
-
-
-def _curves(status: RunStatus, width: int, bars: str) -> Iterator[RenderableType]:
+def _numbers(run: RunRecord, width: int, bars: str) -> Iterator[RenderableType]:
     """Yield the sparklines, and what the last steps were spent on."""
-    columns = status.curves.columns
+    columns = run.curves.columns
     names = [name for name in leading(columns) if name in columns][:_MOST_CURVES]
     names += [
         name for name in columns if name.startswith(EVALUATION) and name.endswith(("/accuracy", "/reward", "/loss"))
     ][:2]
-    labels = [name if name.startswith(EVALUATION) else metric_label(name, status.verb).title for name in names]
+    labels = [name if name.startswith(EVALUATION) else metric_label(name, run.verb).title for name in names]
     widest = min(max(map(len, labels), default=0), width // 3)
-    grid = _grid()
-    grid.add_column(width=widest)
-    grid.add_column(justify="right", width=9)
-    grid.add_column(width=max(8, width - widest - 12))
+    room = max(8, width - widest - 12)
+    grid = _grid({"width": widest}, {"width": 9, "justify": "right"}, {"width": room, "style": "cyan"})
     for name, label in zip(names, labels, strict=True):
         values = columns[name].values
-        grid.add_row(
-            _cell(label),
-            _cell(digits(values[-1])),
-            _cell(sparkline(values, max(8, width - widest - 12), bars), "cyan"),
-        )
-    if not names:
-        grid.add_row(_cell("no step yet"), _cell(""), _cell(""))
-    yield _title("numbers")
-    yield grid
-    yield from _phases(columns, width, bars)
-
-
-def _phases(columns: dict[str, Column], width: int, bars: str) -> Iterator[RenderableType]:
-    """Yield the seconds of the phases: means over steps, or where not every step has a phase, over those that have."""
+        grid.add_row(_line(label), digits(values[-1]), sparkline(values, room, bars))
+    yield _line("\nnumbers", "bold")
+    yield grid if names else _line("no step yet")
     timed = columns.get("step_time")
     of_steps = set(timed.steps[-_LAST_STEPS:]) if timed else set()
     means = {}
-    for name, column in columns.items():
-        if name.startswith(TIMING):
-            label = name.removeprefix(TIMING)
-            label += "" if of_steps.issubset(column.steps[-_LAST_STEPS:]) else ", each"
-            means[label] = fmean(_finite(column.values[-_LAST_STEPS:]) or [0.0])
+    for name in (name for name in columns if name.startswith(TIMING)):
+        # A mean over steps, or where not every step has a phase, over those that have.
+        label = name.removeprefix(TIMING) + ("" if of_steps.issubset(columns[name].steps[-_LAST_STEPS:]) else ", each")
+        means[label] = fmean(_finite(columns[name].values[-_LAST_STEPS:]) or [0.0])
     if not means:
         return
     largest, room = max(means.values()) or 1.0, max(6, width - 34)
-    grid = _grid()
-    grid.add_column(width=20)
-    grid.add_column(justify="right", width=10)
-    grid.add_column(width=room)
+    grid = _grid({"width": 20}, {"width": 10, "justify": "right"}, {"width": room, "style": "blue"})
     for name, seconds in sorted(means.items(), key=lambda pair: -pair[1])[:6]:
-        bar = ("█" if bars is _BARS else "#") * round(room * seconds / largest)
-        grid.add_row(_cell(escaped(name)), _cell(f"{1000 * seconds:,.1f} ms"), _cell(bar, "blue"))
-    yield _title(f"phases, mean of the last {_LAST_STEPS} steps")
+        grid.add_row(_line(name), f"{1000 * seconds:,.1f} ms", bars[-1] * round(room * seconds / largest))
+    yield _line(f"\nphases, mean of the last {_LAST_STEPS} steps", "bold")
     yield grid
 
 
@@ -223,62 +171,45 @@ def sparkline(values: Sequence[float], width: int, bars: str = _BARS) -> str:
     return "".join(" " if value is None else bars[round((value - low) * scale)] for value in means)
 
 
-def _state_blocks(status: RunStatus) -> Iterator[RenderableType]:
+def _state(run: RunRecord) -> Iterator[RenderableType]:
     """Yield ranks, checkpoints and what went wrong."""
-    yield from _ranks(status)
-    yield from _checkpoints(status)
-    yield from _health(status)
-
-
-def _ranks(status: RunStatus) -> Iterator[RenderableType]:
-    if not status.ranks:
-        return
-    yield _title("ranks")
-    for rank_status in status.ranks[:16]:
-        position = f"step {rank_status.step}  " if rank_status.step is not None else ""
-        silent = rank_status.age > _SILENT_SECONDS
-        ago = "a second ago" if rank_status.age < 2 else f"{age(rank_status.age)} ago"
-        phase = rank_status.phase or "starting"
-        yield _cell(
-            f"rank {rank_status.rank}  {position}{phase}  {'SILENT, ' if silent else ''}{ago}",
-            "red" if silent else "",
-        )
-    if len(status.ranks) > 16:
-        silent_ranks = [rank_status.rank for rank_status in status.ranks[16:] if rank_status.age > _SILENT_SECONDS]
-        yield _cell(f"and {len(status.ranks) - 16} more, {len(silent_ranks) or 'none'} of them silent")
-
-
-def _checkpoints(status: RunStatus) -> Iterator[RenderableType]:
-    yield _title("checkpoints")
-    present = [line for line in status.checkpoints if line.is_there]
-    if not present:
-        yield _cell("none yet")
+    if run.ranks:
+        yield _line("\nranks", "bold")
+    silent = [rank.age > _SILENT_SECONDS for rank in run.ranks]
+    for rank, is_silent in zip(run.ranks[:_MOST_RANKS], silent, strict=False):
+        position = f"step {rank.step}  " if rank.step is not None else ""
+        ago = "a second ago" if rank.age < 2 else f"{seconds_words(rank.age)} ago"
+        words = f"{position}{rank.phase or 'starting'}  {'SILENT, ' if is_silent else ''}{ago}"
+        yield _line(f"rank {rank.rank}  {words}", "red" if is_silent else "")
+    more = len(run.ranks) - _MOST_RANKS
+    if more > 0:
+        yield _line(f"and {more} more, {sum(silent[_MOST_RANKS:]) or 'none'} of them silent")
+    yield _line("\ncheckpoints", "bold")
+    present = [line for line in run.checkpoints if line.is_there]
     for line in present[-3:]:
         size = "" if line.bytes_ is None else f"  {size_words(line.bytes_)}"
         seconds = "" if line.seconds is None else f"  {line.seconds:.2f} s"
-        verified = "verified" if line.verified else "not noted as verified"
-        yield _cell(f"step {line.step}{size}{seconds}  {verified}")
-
-
-def _health(status: RunStatus) -> Iterator[RenderableType]:
-    trouble = [mark for mark in status.marks if mark.kind in {"failed", "stopped", "resumed", "alarm"}]
-    yield _title("health")
-    if not trouble:
-        yield _cell("no alarm, no failure")
+        yield _line(f"step {line.step}{size}{seconds}  {'verified' if line.verified else 'not noted as verified'}")
+    if not present:
+        yield _line("none yet")
+    trouble = [mark for mark in run.marks if mark.kind in _MARK_STYLES]
+    yield _line("\nhealth", "bold")
     for mark in trouble[-4:]:
-        style = {"failed": "red", "alarm": "yellow", "stopped": "yellow"}.get(mark.kind, "green")
-        yield _cell(f"step {mark.step} {mark.kind}: {mark.text}", style)
+        yield _line(f"step {mark.step} {mark.kind}: {mark.text}", _MARK_STYLES[mark.kind])
+    if not trouble:
+        yield _line("no alarm, no failure")
 
 
-def _samples(status: RunStatus, width: int) -> Iterator[RenderableType]:
-    if not status.samples:
+def _samples(run: RunRecord, width: int) -> Iterator[RenderableType]:
+    """Yield the best, the worst and the newest completion of the last step."""
+    items = run.samples.items
+    if not items:
         return
-    yield _title(f"completions of step {status.samples[-1].step}")
-    scored = sorted(status.samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)
-    for sample in dict.fromkeys(map(id, (scored[-1], scored[0], status.samples[-1]))):
-        item = next(candidate for candidate in status.samples if id(candidate) == sample)
+    yield _line(f"\ncompletions of step {items[-1].step}", "bold")
+    rewards = [-math.inf if item.reward is None else item.reward for item in items]
+    order = sorted(range(len(items)), key=rewards.__getitem__)
+    for place in dict.fromkeys((order[-1], order[0], len(items) - 1)):
+        item = items[place]
         reward = digits(item.reward) if item.reward is not None else "none"
-        prompt = escaped(item.prompt)
-        room = max(10, (width - 14) // 2)
-        excerpt = shortened(prompt, room, keeps_end=True)
-        yield _cell(f"{reward:>8}  {excerpt} → {escaped(item.completion)}")
+        excerpt = shortened(escaped(item.prompt), max(10, (width - 14) // 2), keeps_end=True)
+        yield _line(f"{reward:>8}  {excerpt} → {escaped(item.completion)}")
