@@ -243,7 +243,6 @@ def _joined(table: KeyTable, facts: ForeignKey, lines: Sequence[ConvertedLine]) 
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)
             settings[key] = value
-    _split_sets(settings, origins)
     _share_columns(settings, origins)
     return ConvertedConfig(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
 
@@ -254,16 +253,6 @@ def _evaluates(keys: Iterable[str]) -> bool:
 
 def _unevaluated(line: ConvertedLine) -> ConvertedLine:
     return replace(line, settings={}, remark="unread without rows to evaluate on")
-
-
-def _split_sets(settings: dict[str, Any], origins: dict[str, tuple[ConvertedLine, ...]]) -> None:
-    """Make an evaluation set of each file where one has a list of them."""
-    for key in [key for key in settings if re.fullmatch(r"evaluation\.sets\.[^.]+\.path", key)]:
-        if isinstance(settings[key], list):
-            files, lines = settings.pop(key), origins.pop(key)
-            for number, file in enumerate(files, start=1):
-                target = f"{key.removesuffix('.path')}_{number}.path"
-                settings[target], origins[target] = file, lines
 
 
 def _share_columns(settings: dict[str, Any], origins: dict[str, tuple[ConvertedLine, ...]]) -> None:
