@@ -169,8 +169,7 @@ def test_a_hostile_file_is_exit_code_2_and_runs_nothing(holdfast: Command, tmp_p
 
 def test_a_variable_of_the_environment_is_not_read_and_is_left_to_a_person(holdfast: Command, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(
-        "worker: {actor: {model: {model_path: '${oc.env:PATH}'}}, rollout: {n: 2}}\n"
-        "data: {train_files: rows}\n"
+        "worker: {actor: {model: {model_path: '${oc.env:PATH}'}}, rollout: {n: 2}}\ndata: {train_files: rows}\n"
     )
 
     done = holdfast("config", "import", "theirs.yaml", "--from", "easyr1")
