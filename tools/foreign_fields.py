@@ -3,7 +3,7 @@
     python tools/foreign_fields.py FOLDER > tests/features/rescue/systems/fields.json
 
 The folder has a wheel of each system, unpacked into a folder of its name (`pip download --no-deps trl`, `unzip`): trl,
-verl, axolotl, llamafactory and lightning; easyr1 is a checkout. All are read as text and nothing of them is run;
+verl, axolotl and llamafactory; easyr1 is a checkout. All are read as text and nothing of them is run;
 transformers is the installed one.
 """
 
@@ -43,7 +43,6 @@ NAMED = {
     "llamafactory": "llamafactory/hparams/*.py",
 }
 """Systems of which every name of a field is kept, and where their classes are."""
-LIGHTNING = ("lightning/pytorch/trainer/trainer.py", "lightning/pytorch/callbacks/*.py", "lightning/pytorch/cli.py")
 VERL = "verl/trainer/config/_generated_ppo_trainer.yaml"
 PASSED_OVER = re.compile(
     r"profiler|qat|_target_|transfer_queue|mtp|distillation|engine_kwargs|turbo|disaggregation|v1\."
@@ -88,21 +87,12 @@ def leaves(name: str, sections: dict[str, Fields], prefix: str = "") -> Iterator
             yield f"{prefix}{key}", default
 
 
-def arguments(path: Path) -> Iterator[str]:
-    """Yield the names of all arguments of constructors, and of `fit`."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.FunctionDef) and node.name in {"__init__", "fit"}:
-            yield from (argument.arg for argument in (*node.args.args, *node.args.kwonlyargs))
-
-
 def names(folder: Path) -> dict[str, list[str]]:
     """Return the names that systems without a complete table have, sorted."""
     lists: dict[str, set[str]] = {}
     for system, pattern in NAMED.items():
         read = (classes(path) for path in (folder / system).glob(pattern))
         lists[system] = {name for each in read for _, fields in each for name in fields}
-    files = (path for pattern in LIGHTNING for path in (folder / "lightning").glob(pattern))
-    lists["lightning"] = {name for path in files for name in arguments(path)}
     tree = parse_text((folder / "verl" / VERL).read_text("utf-8"), VERL).values
     lists["verl"] = {key for key, _ in config_leaves(tree) if not PASSED_OVER.search(key)}
     return {system: sorted(each) for system, each in lists.items()}
@@ -122,7 +112,7 @@ def main(folder: Path) -> None:
                 read["trl"][name] = {key: default for key, (_, default) in fields.items()}
     files = [folder / "easyr1" / file for file in EASYR1 if (folder / "easyr1" / file).exists()]
     read["easyr1"] = {"PPOConfig": dict(leaves("PPOConfig", dict(each for file in files for each in classes(file))))}
-    wheels = (next(folder.glob(f"{name}/*.dist-info"), None) for name in ("trl", "verl", *NAMED, "lightning"))
+    wheels = (next(folder.glob(f"{name}/*.dist-info"), None) for name in ("trl", "verl", *NAMED))
     versions = dict(wheel.name.removesuffix(".dist-info").split("-") for wheel in wheels if wheel is not None)
     read["versions"] = {"transformers": version("transformers"), "easyr1": "0.3.3.dev0", **versions}
     read["recipe"] = "tools/foreign_fields.py"

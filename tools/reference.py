@@ -22,10 +22,10 @@ from holdfast.cli import main as command_line
 from holdfast.config.base import keys_of, kinds_of
 from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS
-from holdfast.features.rescue.systems.table import VERBS, load_key_table
+from holdfast.features.rescue.systems.table import WORDS, load_key_table
 
 FOLDER = Path("docs/reference")
-KEY_TABLES = ("verl", "easyr1", "trl", "lightning")
+KEY_TABLES = ("verl", "easyr1", "trl")
 """Of the systems whose checkpoints are read; the others have no files of keys."""
 NOTE = "<!-- Written by tools/reference.py. Change the docstrings in src/holdfast, then run it again. -->\n"
 CONFIG_HEAD = """# Configuration reference
@@ -175,21 +175,22 @@ def cli_page() -> str:
 
 
 def keys_page(name: str) -> str:
-    """Return every key of another system: what it is here, and what differs."""
+    """Return every key of another system with its counterpart here, or with what it concerns."""
     table = load_key_table(name)
     lines = [
         NOTE.replace("docstrings in src/holdfast", "tables in src/holdfast/features/rescue/systems"),
         f"# Keys of {table.title}\n",
-        f"By the table of {table.version}: what each key is here. A value without a note means the same in both.\n",
-        "| key there | here | |",
+        f"The table of {table.version}. A `*` marks another value or another unit here, which `holdfast config import` "
+        "computes; without a key here, a person decides.\n",
+        "| key there | here | read where |",
         "|---|---|---|",
     ]
     for key, entries in table.entries.items():
         for entry in entries:
-            here = ", ".join(f"`{target}`" for target in entry.targets) or "-"
-            note = entry.note.replace("|", "\\|")
-            whose = "" if entry.verbs == VERBS else f" ({', '.join(entry.verbs)})"
-            lines.append(f"| `{key}`{whose} | {here} | {note} |")
+            changed = " *" if entry.rule or entry.values else ""
+            here = ", ".join(f"`{target}`" for target in entry.targets) + changed if entry.targets else ""
+            read = f"`{entry.condition.text}`".replace("|", "\\|") if entry.condition.text else ""
+            lines.append(f"| `{key}` | {WORDS.get(entry.word, here)} | {read} |")
     return "\n".join(lines) + "\n"
 
 

@@ -32,31 +32,29 @@ def test_a_file_is_written_with_its_origins_and_config_show_reads_it(holdfast: C
     done = holdfast("config", "import", "theirs.yaml", "--from", "trl", "--ranks", "4", "--to", "run.yaml")
     shown = holdfast("config", "show", "run.yaml")
 
-    assert (done.code, done.out) == (0, "")
-    assert (
-        done.err
-        == "8 keys: 1 the same, 5 that differ (0 to decide by hand), 1 without counterpart, 1 not in the table.\n"
-    )
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "8 keys: 6 written, 1 without effect, 1 undecided, and 1 of TRL's defaults.\n"
     assert yaml.safe_load(shown.out)["data"]["batch_size"] == 64
     text = (tmp_path / "run.yaml").read_text()
     for line in (
         "  path: Qwen/Qwen3-0.6B  # model_name_or_path",
-        "#   line 6, deepspeed: zero3.json - ranks share sharded weights by FSDP2, which is ZeRO stage 3; "
-        "parallel.offload",
         "  - wandb",
-        "# Not in the table of TRL:",
+        "# Undecided:",
+        "#   TRL's default of assistant_only_loss: false -> data.train_on (false has no counterpart)",
         "#   line 8, made_up: 1",
+        "# Without effect:",
+        "#   line 6, deepspeed: zero3.json (speed)",
         "seed: 42  # TRL's default of seed",
     ):
         assert f"\n{line}\n" in f"{text}\n"
 
 
 def test_without_a_name_the_file_is_printed(holdfast: Command, tmp_path: Path) -> None:
-    (tmp_path / "theirs.yaml").write_text(TRL)
+    (tmp_path / "theirs.yaml").write_text(TRL.replace("made_up: 1", "assistant_only_loss: true"))
 
     done = holdfast("config", "import", "theirs.yaml", "--from", "trl")
 
-    assert done.code == 0
+    assert (done.code, done.err) == (0, "8 keys: 7 written, 1 without effect, 0 undecided.\n")
     assert yaml.safe_load(done.out)["data"]["batch_size"] == 16
 
 
@@ -147,3 +145,34 @@ def test_the_page_shows_what_the_command_prints(holdfast: Command, tmp_path: Pat
     done = holdfast("config", "import", "sft.yaml", "--from", "trl", "--ranks", "8")
 
     assert done.out == ours
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: !!python/object/apply:os.mkdir [made]\nlearning_rate: 1.0e-5\n",
+        "a: &a [1, 1]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b, *b]\n"
+        + "".join(f"k{n}: &k{n} [{', '.join([f'*k{n - 1}' if n else '*c'] * 9)}]\n" for n in range(9)),
+        "a: " + "{a: " * 5000 + "1" + "}" * 5000,
+        "learning_rate: \x00\n",
+    ],
+    ids=["a tag of Python", "aliases of aliases", "nested without end", "a null byte"],
+)
+def test_a_hostile_file_is_exit_code_2_and_runs_nothing(holdfast: Command, tmp_path: Path, text: str) -> None:
+    (tmp_path / "theirs.yaml").write_text(text)
+
+    done = holdfast("config", "import", "theirs.yaml", "--from", "trl")
+
+    assert (done.code, done.out, "Traceback" in done.err) == (2, "", False)
+    assert [path.name for path in tmp_path.iterdir() if path.name in {"made", "run.yaml"}] == []
+
+
+def test_a_variable_of_the_environment_is_not_read_and_is_left_to_a_person(holdfast: Command, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(
+        "worker: {actor: {model: {model_path: '${oc.env:PATH}'}}, rollout: {n: 2}}\ndata: {train_files: rows}\n"
+    )
+
+    done = holdfast("config", "import", "theirs.yaml", "--from", "easyr1")
+
+    assert done.code == 1
+    assert "#   line 1, worker.actor.model.model_path: ${oc.env:PATH} -> model.path" in done.out

@@ -140,7 +140,7 @@ def config_import(
     ranks: Annotated[int, typer.Option(min=1, help="Of the run, where batches there count rows of one device.")] = 1,
     to: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="Where to write it; default: print it.")] = None,
 ) -> None:
-    """Write another system's file as ours, key by key with what differs; exit 1 if it needs a hand before it loads."""
+    """Write another system's file as ours; exit 1 if a key is undecided or the result does not load yet."""
     from holdfast.features.rescue.config_import import import_config
 
     raise typer.Exit(import_config(file, system, verb, ranks, to))

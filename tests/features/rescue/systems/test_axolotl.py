@@ -203,4 +203,4 @@ def test_ranks_that_cannot_share_rows_evenly_are_left_to_a_person(converted: Con
     conversion = converted(MODEL + ROWS + "micro_batch_size: 2\ncontext_parallel_size: 3\n", "axolotl", 8)
 
     assert "data.batch_size" not in conversion.settings
-    assert [line.by_hand for line in conversion.lines if line.key == "micro_batch_size"] == [True]
+    assert [line.undecided for line in conversion.lines if line.key == "micro_batch_size"] == [True]

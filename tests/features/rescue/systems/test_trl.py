@@ -217,7 +217,7 @@ def test_batches_that_do_not_divide_are_left_to_a_person(converted: Convert) -> 
 def test_a_loss_without_counterpart_is_left_to_a_person(converted: Convert) -> None:
     conversion = converted("loss_type: vespo\nnum_generations: 8", "trl")
 
-    assert [(line.by_hand, line.remark) for line in conversion.lines if line.key == "loss_type"] == [
+    assert [(line.undecided, line.remark) for line in conversion.lines if line.key == "loss_type"] == [
         (True, "vespo has no counterpart")
     ]
 
@@ -226,7 +226,7 @@ def test_no_bound_on_rows_is_left_to_a_person(converted: Convert) -> None:
     conversion = converted("max_length: null\npacking: true", "trl")
 
     assert "data.max_length" not in conversion.settings
-    assert [line.by_hand for line in conversion.lines if line.key == "max_length"] == [True]
+    assert [line.undecided for line in conversion.lines if line.key == "max_length"] == [True]
 
 
 def test_the_order_of_the_file_changes_nothing(converted: Convert) -> None:
@@ -248,7 +248,7 @@ def test_adapters_have_trls_own_defaults(converted: Convert) -> None:
 def test_an_option_of_another_schedule_is_left_to_a_person(converted: Convert) -> None:
     conversion = converted("lr_scheduler_type: cosine\nlr_scheduler_kwargs: {num_cycles: 0.5}", "trl")
 
-    assert [line.by_hand for line in conversion.lines if line.key == "lr_scheduler_kwargs"] == [True]
+    assert [line.undecided for line in conversion.lines if line.key == "lr_scheduler_kwargs"] == [True]
 
 
 def test_a_beta_of_zero_is_written_as_zero(converted: Convert) -> None:
@@ -263,7 +263,7 @@ def test_a_reference_that_follows_by_zero_is_written_as_zero_and_needs_steps(con
     conversion = converted(text, "trl")
 
     assert conversion.settings["reference.sync.mix"] == 0.0
-    assert [line.by_hand for line in conversion.lines if line.key == "ref_model_sync_steps"] == [True]
+    assert [line.undecided for line in conversion.lines if line.key == "ref_model_sync_steps"] == [True]
     assert "reference.sync.every_steps" not in conversion.settings
 
 

@@ -52,7 +52,8 @@ trainer: {critic_warmup: 0, logger: [console, wandb], save_freq: 20, test_freq: 
         "data.tokens_per_micro_batch": 49152, "updates.mini_batches": 4, "kl.coefficient": 0.001,
         "kl.where": "loss", "kl.estimator": "k3", "entropy.coefficient": 0, "checkpoint.every_steps": 20,
         "evaluation.every_steps": 5, "evaluation.sets.val.path": "gsm8k/test.parquet", "epochs": 15,
-        "residency.parameters": "stay", "data.packing": "best_fit", "rollout.engine": None,
+        "residency.parameters": "stay", "data.packing": "best_fit", "rollout.engine.kind": "vllm",
+        "rollout.engine.start.tensor_parallel_size": 2,
     }),
     "dynamic batches": (REWARD + """
 data: {train_files: train.parquet, train_batch_size: 128, max_prompt_length: 1024, max_response_length: 7168}

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.config.tree import all_keys
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import Document, KeyPath
 from holdfast.errors import ConfigError
-from holdfast.features.rescue.configuration.facts import Facts, ForeignKey, KeyOutcome, NotConverted
+from holdfast.features.rescue.configuration.facts import ForeignKey, NotConverted
 from holdfast.features.rescue.configuration.rules import RULES
-from holdfast.features.rescue.systems.table import READABLE, VERBS, KeyEntry, KeyTable, load_key_table, spelled
+from holdfast.features.rescue.systems.table import READABLE, KeyEntry, KeyTable, load_key_table, spelled
 from holdfast.text.shortening import shortened
 
 _TRUTH_VALUES = {"yes": True, "on": True, "no": False, "off": False}
 """Truth values of YAML 1.1, which the other systems read."""
-_RULES_OF_NULL = {"row_length"}
-"""Rules of keys where null says something."""
+_READS_NULL = "row_length"
+"""The rule of keys where null says something."""
 _SETS, _MAPPINGS = "evaluation.sets.", {"data.columns"}
 """Keys whose own names are the user's."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -28,19 +28,17 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 @dataclass(frozen=True)
 class ConvertedLine:
-    """The conversion of one key of the other system."""
+    """The conversion of one key of the other system: settings, nothing for a reason, or a person's decision."""
 
     key: str
     number: int
     """Line in the file; 0 for a default that the file does not write."""
     value: Any
-    status: Literal["same", "differs", "none", "unknown"]
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Dotted keys here with their values."""
-    note: str = ""
     remark: str = ""
     """The arithmetic of this value, or why nothing is written for it."""
-    by_hand: bool = False
+    undecided: bool = False
     targets: tuple[str, ...] = ()
 
 
@@ -84,20 +82,20 @@ def convert(document: Document, system: str, verb: str | None, ranks: int) -> Co
     table = load_key_table(system)
     if document.twice:
         raise ConfigError("\n".join(f"{place.text}: {message}" for place, message in document.twice))
-    leaves = dict(_leaves(document, table))
-    keys = {".".join(map(str, path)): path for path in leaves}
-    values = {dotted: _resolved(leaves[path], leaves, keys) for dotted, path in keys.items()}
+    paths = {".".join(map(str, path)): (path, value) for path, value in _leaves(document, table)}
+    values = {
+        key: _resolved(value, {name: own for name, (_, own) in paths.items()}) for key, (_, value) in paths.items()
+    }
     _check_system(document.file, table, values)
     verb = verb or _verb(document, table, values)
-    values = {dotted: _truth_value(value, table, dotted) for dotted, value in values.items()}
-    facts = Facts({**table.defaults_for(verb), **values}, ranks, verb)
-    file_lines = [
-        _line(table, dotted, value, document.place(keys[dotted]).line, facts) for dotted, value in values.items()
-    ]
-    defaults = [
-        _line(table, key, value, 0, facts) for key, value in table.defaults_for(verb).items() if key not in values
-    ]
-    return _joined(table, facts, [line for line in defaults if line.settings or line.by_hand], file_lines)
+    values = {key: _truth_value(value, table, key) for key, value in values.items()}
+    defaults = {key: value for key, value in table.defaults_for(verb).items() if key not in values}
+    facts = ForeignKey(None, "", {**defaults, **values, "verb": verb}, ranks, verb)
+    lines = [_line(table, ConvertedLine(key, 0, value), facts) for key, value in defaults.items()]
+    lines = [line for line in lines if line.settings or line.undecided]
+    for key, value in values.items():
+        lines.append(_line(table, ConvertedLine(key, document.place(paths[key][0]).line, value), facts))
+    return _joined(table, facts, lines)
 
 
 def _leaves(document: Document, table: KeyTable) -> Iterator[tuple[KeyPath, Any]]:
@@ -121,35 +119,31 @@ def _leaves(document: Document, table: KeyTable) -> Iterator[tuple[KeyPath, Any]
     yield from walk(document.values, ())
 
 
-def _resolved(value: Any, leaves: Mapping[KeyPath, Any], keys: Mapping[str, KeyPath]) -> Any:
+def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
     """Follow `${a.b}`, which stands for the value of another key of the file, for a limited number of steps."""
     for _ in range(10):
         match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        if match is None or match[1] not in keys:
+        if match is None or match[1] not in values:
             break
-        value = leaves[keys[match[1]]]
+        value = values[match[1]]
     return value
 
 
 def _truth_value(value: Any, table: KeyTable, key: str) -> Any:
     """Return the truth value that a word of YAML 1.1 stands for, unless the table has the word itself."""
-    is_in_table = (
-        any(value in (entry.values or {}) for entry in table.entries.get(key, ())) if isinstance(value, str) else True
-    )
-    return value if is_in_table else _TRUTH_VALUES.get(value.lower(), value)
+    if not isinstance(value, str) or any(value in (entry.values or {}) for entry in table.entries.get(key, ())):
+        return value
+    return _TRUTH_VALUES.get(value.lower(), value)
 
 
 def _check_system(file: str, table: KeyTable, values: Mapping[str, Any]) -> None:
     """Refuse a file that has keys of another system alone."""
     tables = {name: load_key_table(name) for name in READABLE}
+    having = {key: [name for name in READABLE if key in tables[name].entries] for key in values}
     marks = {
-        name: [
-            key for key in values if key in candidate.native_keys and not any(
-                key in other_table.entries for other_name, other_table in tables.items() if other_name != name
-            )
-        ]
-        for name, candidate in tables.items()
-    }  # fmt: skip
+        name: [key for key, names in having.items() if names == [name] and key in tables[name].native_keys]
+        for name in READABLE
+    }
     if marks[table.name]:
         return
     best = max(marks, key=lambda name: len(marks[name]))
@@ -178,40 +172,30 @@ def _verb(document: Document, table: KeyTable, values: Mapping[str, Any]) -> str
     return next(marked, table.verb_otherwise)
 
 
-def _line(table: KeyTable, key: str, value: Any, number: int, facts: Facts) -> ConvertedLine:
-    entry = table.entry(key, facts.verb)
-    if entry is not None:
-        line = ConvertedLine(key, number, value, entry.status, note=entry.note, targets=entry.targets)
-        return _with_outcome(line, entry, facts)
-    entries = table.entries.get(key)
-    if entries is None:
-        return ConvertedLine(key, number, value, "unknown")
-    verbs = " and ".join(f"holdfast {verb}" for candidate in entries for verb in candidate.verbs)
-    return ConvertedLine(key, number, value, "none", note=f"belongs to {verbs}, and this is for holdfast {facts.verb}")
-
-
-def _with_outcome(line: ConvertedLine, entry: KeyEntry, facts: Facts) -> ConvertedLine:
+def _line(table: KeyTable, line: ConvertedLine, facts: ForeignKey) -> ConvertedLine:
     """Return a line with the keys of Holdfast that its value becomes, or with the reason why it becomes none."""
-    value = line.value
-    if value is None and entry.rule not in _RULES_OF_NULL:
-        return replace(line, status="same", remark="null there, so nothing is written")
-    if isinstance(value, str) and "${" in value:
-        return replace(line, by_hand=True, remark=f"{value} stands for another value")
-    if spelled(value) in entry.as_here:
-        return replace(line, status="same", remark="as it is here in any case")
-    if entry.status == "none":
-        return line
-    if unread := _unread(entry, facts):
-        return replace(line, remark=f"not read there, since {unread}")
+    entries = table.entries.get(line.key, ())
+    entry = next((entry for entry in entries if entry.condition.holds(facts.values)), None)
+    if line.value is None and (entry is None or entry.rule != _READS_NULL):
+        return replace(line, remark="null")
+    if entry is None:
+        conditions = " or ".join(entry.condition.text for entry in entries)
+        return replace(line, remark=f"unread without {conditions}" if entries else "", undecided=not entries)
+    if entry.word:
+        return replace(line, remark=entry.word)
+    line = replace(line, targets=entry.targets)
+    if isinstance(line.value, str) and "${" in line.value:
+        return replace(line, undecided=True, remark=f"{line.value} stands for another value")
     try:
-        outcome = _outcome(entry, value, facts)
+        settings, remark = _outcome(entry, line.value, facts)
     except NotConverted as reason:
-        return replace(line, by_hand=True, remark=str(reason))
-    settings = {key.replace(".*", ""): setting for key, setting in outcome.settings.items()}
-    foreign = [key for key in settings if not _accepted(key, _keys(facts.verb))]
-    if foreign:
-        return replace(line, status="none", note=f"holdfast {facts.verb} has no {' and no '.join(foreign)}")
-    return replace(line, settings=settings, remark=outcome.remark)
+        return replace(line, undecided=True, remark=str(reason))
+    refused = [key for key in settings if not _accepted(key, _keys(facts.verb))]
+    if refused:
+        return replace(
+            line, undecided=line.number > 0, remark=f"holdfast {facts.verb} has no {' and no '.join(refused)}"
+        )
+    return replace(line, settings=settings, remark=remark)
 
 
 @cache
@@ -222,44 +206,33 @@ def _keys(verb: str) -> frozenset[str]:
 
 def _accepted(key: str, keys: frozenset[str]) -> bool:
     """Return whether a tree has a key, or takes it as a name of the user's."""
-    above = key.rpartition(".")[0]
-    return key in keys or key.startswith(_SETS) or above in _MAPPINGS
+    return key in keys or key.startswith(_SETS) or key.rpartition(".")[0] in _MAPPINGS
 
 
-def _unread(entry: KeyEntry, facts: Facts) -> str:
-    """Return why the other system does not read a key; "" if it reads it."""
-    for key, values in entry.when.items():
-        if spelled(facts.get(key)) not in values:
-            return f"{key} is {spelled(facts.get(key)) or 'not set'}"
-    for key, values in entry.unless.items():
-        if spelled(facts.get(key)) in values:
-            return f"{key} is {spelled(facts.get(key)) or 'not set'}"
-    return ""
-
-
-def _outcome(entry: KeyEntry, value: Any, facts: Facts) -> KeyOutcome:
+def _outcome(entry: KeyEntry, value: Any, facts: ForeignKey) -> tuple[Mapping[str, Any], str]:
     if entry.values is not None and spelled(value) in entry.values:
         ours = entry.values[spelled(value)]
         if ours is None:
-            return KeyOutcome({}, "nothing has to be written for it")
-        return KeyOutcome(ours if isinstance(ours, Mapping) and "." in "".join(ours) else {entry.targets[0]: ours})
+            return {}, "implied"
+        return (ours if isinstance(ours, Mapping) else {entry.targets[0]: ours}), ""
     if entry.rule:
-        return RULES[entry.rule](ForeignKey(value, facts, entry.targets))
-    if entry.values is not None and not _switches_off(entry.values):
-        raise NotConverted(f"{spelled(value)} has no counterpart")
-    return KeyOutcome({entry.targets[0]: value})
+        outcome = RULES[entry.rule](replace(facts, value=value, target=entry.targets[0]))
+        return outcome if isinstance(outcome, tuple) else (outcome, "")
+    if not entry.targets or (entry.values is not None and not _switches_off(entry.values)):
+        raise NotConverted(f"{spelled(value)} has no counterpart" if entry.values else "")
+    return {entry.targets[0]: value}, ""
 
 
 def _switches_off(values: Mapping[str, Any]) -> bool:
     """Return whether the values are numbers that stand for null, such as -1, beside which others keep their meaning."""
-    return all(ours is None and theirs.lstrip("-").isdecimal() for theirs, ours in values.items())
+    return bool(values) and all(ours is None and theirs.lstrip("-").isdecimal() for theirs, ours in values.items())
 
 
-def _joined(
-    table: KeyTable, facts: Facts, defaults: list[ConvertedLine], file_lines: list[ConvertedLine]
-) -> ConvertedConfig:
+def _joined(table: KeyTable, facts: ForeignKey, lines: Sequence[ConvertedLine]) -> ConvertedConfig:
     """Replace defaults by what the file says, and leave out evaluations where there are no rows to evaluate on."""
-    lines = _evaluable(table, facts.verb, [*defaults, *file_lines])
+    keys = {key for line in lines for key in line.settings}
+    if not any(key.startswith("evaluation.sets") or key == "data.validation_split" for key in keys):
+        lines = [_unevaluated(line) if _evaluates(line.settings) else line for line in lines]
     settings: dict[str, Any] = {}
     origins: dict[str, tuple[ConvertedLine, ...]] = {}
     order = {key: number for number, key in enumerate(table.entries)}
@@ -270,19 +243,16 @@ def _joined(
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)
             settings[key] = value
-    _split_sets(settings, origins)
     _share_columns(settings, origins)
     return ConvertedConfig(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
 
 
-def _split_sets(settings: dict[str, Any], origins: dict[str, tuple[ConvertedLine, ...]]) -> None:
-    """Make an evaluation set of each file where one has a list of them."""
-    for key in [key for key in settings if re.fullmatch(r"evaluation\.sets\.[^.]+\.path", key)]:
-        if isinstance(settings[key], list):
-            files, lines = settings.pop(key), origins.pop(key)
-            for number, file in enumerate(files, start=1):
-                target = f"{key.removesuffix('.path')}_{number}.path"
-                settings[target], origins[target] = file, lines
+def _evaluates(keys: Iterable[str]) -> bool:
+    return any(key.startswith("evaluation.") for key in keys)
+
+
+def _unevaluated(line: ConvertedLine) -> ConvertedLine:
+    return replace(line, settings={}, remark="unread without rows to evaluate on")
 
 
 def _share_columns(settings: dict[str, Any], origins: dict[str, tuple[ConvertedLine, ...]]) -> None:
@@ -309,41 +279,9 @@ def _share_columns(settings: dict[str, Any], origins: dict[str, tuple[ConvertedL
 
 def _fitted(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings that go together: bfloat16 storage with its optimizer, and room for the longest row."""
-    if settings.get("model.dtype") == "bfloat16" and settings.get("optim.kind") == "adamw":
+    if settings.get("model.dtype") == "bfloat16" and settings.get("optim.kind", "adamw") == "adamw":
         settings["optim.kind"] = "adamw_bf16"
     longest, room = settings.get("data.max_length"), settings.get("data.tokens_per_micro_batch")
     if isinstance(longest, int) and isinstance(room, int) and room < longest:
         settings["data.tokens_per_micro_batch"] = longest
     return settings
-
-
-def _evaluable(table: KeyTable, verb: str, lines: list[ConvertedLine]) -> list[ConvertedLine]:
-    """Remove the settings of lines about evaluations, unless some line names rows to evaluate on."""
-    keys = {key for line in lines for key in line.settings}
-    if any(key.startswith("evaluation.sets") or key == "data.validation_split" for key in keys):
-        return lines
-    return [_unevaluated(line) if _needs_evaluation(table, line, verb) else line for line in lines]
-
-
-def _needs_evaluation(table: KeyTable, line: ConvertedLine, verb: str) -> bool:
-    entry = table.entry(line.key, verb)
-    return entry is not None and bool(entry.needs) and bool(line.settings)
-
-
-def _unevaluated(line: ConvertedLine) -> ConvertedLine:
-    return replace(
-        line,
-        settings={},
-        by_hand=True,
-        remark="there is no set to evaluate on; set evaluation.sets or data.validation_split",
-    )
-
-
-def check_convertible(verb: str) -> None:
-    """Refuse a command that no file is converted for.
-
-    Raises:
-        ConfigError: There is no such command.
-    """
-    if verb not in VERBS:
-        raise ConfigError(f"There is no command {verb!r} to convert a file for; there are {', '.join(VERBS)}.")

@@ -1,4 +1,4 @@
-"""The input and the result of a conversion."""
+"""The input and the result of a rule, and the numbers in it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ class NotConverted(Exception):  # noqa: N818 - it says what happened, and is nev
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The values in a file of another system, completed by that system's defaults."""
+class ForeignKey:
+    """One key of another system and its value: the argument of every rule."""
 
+    value: Any
+    target: str
+    """The first of the keys here that its entry names."""
     values: Mapping[str, Any]
+    """All values of the file, completed by that system's defaults."""
     ranks: int
     """Ranks of the run; a factor of batches where a system counts rows of one device."""
     verb: str
@@ -26,32 +30,8 @@ class Facts:
         return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
 
-@dataclass(frozen=True)
-class ForeignKey:
-    """One key of another system and its value: the argument of every rule."""
-
-    value: Any
-    facts: Facts
-    """The other values of the file."""
-    targets: tuple[str, ...]
-    """The keys here that its entry names."""
-
-    @property
-    def target(self) -> str:
-        """The first of the keys of Holdfast that this key becomes."""
-        return self.targets[0]
-
-
-@dataclass(frozen=True)
-class KeyOutcome:
-    """The result of a rule: keys of Holdfast with their values, and a remark."""
-
-    settings: Mapping[str, Any]
-    remark: str = ""
-
-
-Rule = Callable[[ForeignKey], KeyOutcome]
-"""A conversion."""
+Rule = Callable[[ForeignKey], dict[str, Any] | tuple[dict[str, Any], str]]
+"""A conversion to keys of Holdfast with their values, and to a remark, such as the arithmetic of a batch."""
 
 
 def number(value: Any, default: float | None = None) -> float:
@@ -62,10 +42,8 @@ def number(value: Any, default: float | None = None) -> float:
     """
     if value is None and default is not None:
         return default
-    if isinstance(value, bool):
-        raise NotConverted(f"{str(value).lower()} is no number")
     try:
-        result = float(value)
+        result = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         result = math.nan
     if not math.isfinite(result):
@@ -95,6 +73,11 @@ def count(value: Any, default: int | None = None) -> int:
     if result < 1:
         raise NotConverted(f"{value} is below 1")
     return result
+
+
+def names_of(value: Any) -> list[str]:
+    """Return a list of names, of one name, or of names with commas."""
+    return [str(name).strip() for name in (value if isinstance(value, list) else str(value).split(","))]
 
 
 def weights_of(value: Any, items: int) -> list[float]:
