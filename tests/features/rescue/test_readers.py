@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -203,31 +203,6 @@ def test_a_tensor_that_is_cut_by_columns_is_put_together(tmp_path: Path) -> None
     stored = open_foreign(actor).weights["weight"].read()
 
     assert torch.equal(stored, whole)
-
-
-@pytest.mark.parametrize("diverged", [None, 2, 3])
-def test_copies_of_shards_are_compared_with_each_other(tmp_path: Path, diverged: int | None) -> None:
-    """Four ranks, two copies of two shards: a copy with other numbers is named, whichever shard it is of."""
-    actor = tmp_path / "global_step_1" / "actor"
-    actor.mkdir(parents=True)
-    whole = torch.arange(30.0).reshape(5, 6)
-    for rank in range(4):
-        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("ddp", "fsdp"))
-        rows = whole.split(3)[rank % 2] + (0.5 if rank == diverged else 0.0)
-        value = DTensor.from_local(
-            rows.contiguous(), mesh, [Replicate(), Shard(0)], run_check=False, shape=whole.shape, stride=(6, 1)
-        )
-        torch.save({"weight": value}, actor / f"model_world_size_4_rank_{rank}.pt")
-        dist.destroy_process_group()
-
-    checkpoint = open_foreign(actor)
-    examine(checkpoint)
-
-    assert torch.equal(checkpoint.weights["weight"].read(), whole)
-    named = [finding.text for finding in checkpoint.of_kind("damage")]
-    assert len(named) == (0 if diverged is None else 1)
-    assert all(f"rank_{rank}.pt" in text for text in named for rank in (diverged, (diverged or 0) - 2))
 
 
 def test_the_manifest_names_what_wrote_each_fixture_and_every_file_of_it() -> None:

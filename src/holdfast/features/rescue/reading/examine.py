@@ -242,16 +242,15 @@ def _compare_copies(checkpoint: ForeignCheckpoint, most: int | None) -> None:
         if most is not None and compared > most:
             return
         for piece in tensor.pieces:
-            if 0 not in piece.sizes and _differs_from_copies(checkpoint, name, tensor, piece):
+            if _differs_from_copies(checkpoint, name, tensor, piece):
                 return
 
 
 def _differs_from_copies(checkpoint: ForeignCheckpoint, name: str, tensor: StoredTensor, piece: TensorPiece) -> bool:
     """Return whether a copy of a piece has other numbers, which is noted."""
-    values = _read_piece(checkpoint, name, piece)
-    for copy in tensor.copies:
-        if (copy.offsets, copy.sizes) != (piece.offsets, piece.sizes):
-            continue
+    copies = list(tensor.copies_of(piece))
+    values = _read_piece(checkpoint, name, piece) if copies else None
+    for copy in copies:
         copied_values = _read_piece(checkpoint, name, copy)
         if values is not None and copied_values is not None and not torch.equal(values, copied_values):
             numbers = f" ({values.item():g} and {copied_values.item():g})" if values.numel() == 1 else ""
