@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from holdfast.features.rescue.reading.dcp_systems import add_contents
 from holdfast.features.rescue.reading.hugging_face import add_safetensors
 from holdfast.features.rescue.reading.parts import opened_file, stored_piece
-from holdfast.features.rescue.reading.pickles import StoredView
+from holdfast.features.rescue.reading.pickles import is_plain, place_in_file
 from holdfast.features.rescue.reading.record import (
     TRAINER,
     DamagedFile,
@@ -136,22 +138,22 @@ def add_full_weights(checkpoint: ForeignCheckpoint, file: TorchFile, state: Any)
     Raises:
         DamagedFile: It is none.
     """
-    if not isinstance(state, dict) or not any(isinstance(value, StoredView) for value in state.values()):
+    if not isinstance(state, dict) or not any(is_plain(value) for value in state.values()):
         raise DamagedFile(f"{file.path.name} holds no state of a model")
     first_names: dict[Any, str] = {}
     for key, value in state.items():
         name = canonical_name(str(key))
-        if not isinstance(value, StoredView):
+        if not is_plain(value):
             checkpoint.add("note", f"{key} is no tensor and is left out")
             continue
         if 0 not in value.shape:
-            first = first_names.setdefault((value.storage, value.offset, value.shape), name)
+            first = first_names.setdefault(place_in_file(value), name)
             if first != name:
                 checkpoint.tied_away[name] = first
         _guarded(checkpoint, str(key), lambda name=name, value=value: _add_view(checkpoint, file, name, value))  # type: ignore[misc]
 
 
-def _add_view(checkpoint: ForeignCheckpoint, file: TorchFile, name: str, view: StoredView) -> None:
+def _add_view(checkpoint: ForeignCheckpoint, file: TorchFile, name: str, view: Tensor) -> None:
     checkpoint.weights[name] = StoredTensor(view.shape, view.dtype, (stored_piece(file, view),))
 
 
@@ -184,7 +186,7 @@ def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any
             checkpoint.states, checkpoint.groups = states_and_groups
         return
     for key, slots in state.items():
-        tensors = {slot: value for slot, value in slots.items() if isinstance(value, StoredView)}
+        tensors = {slot: value for slot, value in slots.items() if is_plain(value)}
         for slot, view in tensors.items():
             tensor = StoredTensor(view.shape, view.dtype, (stored_piece(file, view),))
             checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = tensor

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from holdfast.features.rescue.reading.parts import joined_tensor, opened_file
-from holdfast.features.rescue.reading.pickles import StoredView
+from holdfast.features.rescue.reading.pickles import is_plain, place_in_file
 from holdfast.features.rescue.reading.rank_order import is_one_optimizer, note_copies, note_untold_order
 from holdfast.features.rescue.reading.record import (
     DamagedFile,
@@ -217,8 +217,8 @@ def _add_states_of_model(
     for name in names:
         values = [(file, state[name]) for file, state in zip(files, states, strict=True)]
         local = getattr(values[0][1], "local", values[0][1])
-        if isinstance(local, StoredView) and 0 not in local.shape:
-            first = storages.setdefault((local.storage, local.offset, local.shape), str(name))
+        if is_plain(local) and 0 not in local.shape:
+            first = storages.setdefault(place_in_file(local), str(name))
             if first != name:
                 checkpoint.tied_away[str(name)] = first
         tensor = _guarded(checkpoint, f"{name}", lambda values=values: joined_tensor(values))  # type: ignore[misc]
