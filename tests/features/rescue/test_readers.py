@@ -21,7 +21,8 @@ from holdfast.features.rescue.reading.examine import examine
 from holdfast.features.rescue.reading.recognise import open_foreign
 from holdfast.features.rescue.reading.record import ForeignCheckpoint
 from holdfast.models.names import canonical_name, named_parameters, tied_names
-from tests.features.rescue.reading import hash_of, place_of, read_archive, truth_of
+from tests.archives import unpack
+from tests.features.rescue.reading import ARCHIVE, hash_of, place_of, read_archive, truth_of
 
 SIZES = {"vocab_size": 19, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}  # fmt: skip
@@ -203,6 +204,22 @@ def test_a_tensor_that_is_cut_by_columns_is_put_together(tmp_path: Path) -> None
     stored = open_foreign(actor).weights["weight"].read()
 
     assert torch.equal(stored, whole)
+
+
+def test_meshes_that_torch_2_6_pickled_are_read(tmp_path: Path) -> None:
+    """Of a mesh only what it recorded counts; later versions of torch pickle other attributes (`torch_2_6.py`)."""
+    folder = unpack(ARCHIVE.with_name("torch_2_6.tar.xz"), tmp_path)
+    truth = truth_of(folder)
+
+    checkpoint = opened(folder)
+
+    assert (checkpoint.verdict, checkpoint.world_size, checkpoint.step) == ("whole", 4, 2)
+    assert checkpoint.weights.keys() == truth["model"].keys() == checkpoint.states.keys()
+    for name, value in truth["model"].items():
+        assert torch.equal(checkpoint.weights[name].read(), value), name
+        assert len(checkpoint.weights[name].copies) == 2
+        for slot, state in truth["optim"][name].items():
+            assert torch.equal(checkpoint.states[name][slot].read(), state), (name, slot)
 
 
 def test_the_manifest_names_what_wrote_each_fixture_and_every_file_of_it() -> None:
