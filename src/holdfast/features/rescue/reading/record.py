@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -256,6 +257,14 @@ class ForeignCheckpoint:
     def add(self, kind: FindingKind, *texts: str, there: bool = True) -> None:
         """Note findings."""
         self.findings += [ForeignFinding(kind, text.removesuffix("."), there) for text in texts]
+
+    @contextmanager
+    def naming(self, label: str) -> Iterator[None]:
+        """Note damage of what is read meanwhile under a label: a file, or a tensor."""
+        try:
+            yield
+        except (DamagedFile, OSError) as error:
+            self.add("damage", f"{label} {error}".strip())
 
     def add_weight(self, name: str, tensor: StoredTensor, source: str) -> None:
         """Add a weight; a second one of its name is damage, of which the first is told.
