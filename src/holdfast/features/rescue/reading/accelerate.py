@@ -163,15 +163,9 @@ def _add_step(checkpoint: ForeignCheckpoint) -> None:
     counter = next((slots["step"] for slots in checkpoint.states.values() if "step" in slots), None)
     if counter is None:
         return
-    try:
-        checkpoint.step = counted(
-            counter.read().item() if math.prod(counter.shape) == 1 else None, "the optimizer's step"
-        )
-    except OSError:
-        return  # it is named when tensors are read
-    except DamagedFile as error:
-        checkpoint.add("damage", f"{counter.pieces[0].file} {error}")
-        return
+    with checkpoint.naming(counter.pieces[0].file):
+        number = counter.read().item() if math.prod(counter.shape) == 1 else None
+        checkpoint.step = counted(number, "the optimizer's step")
     if last not in {None, checkpoint.step}:
         message = (
             f"accelerate's schedule stands at {last}, one for each rank and update; {checkpoint.step} updates were made"

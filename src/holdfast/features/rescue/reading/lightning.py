@@ -73,11 +73,9 @@ def _full(checkpoint: ForeignCheckpoint, path: Path) -> Mapping[str, Any]:
 
 
 def _add_progress(checkpoint: ForeignCheckpoint, content: Mapping[str, Any]) -> None:
-    try:
+    with checkpoint.naming(checkpoint.path.name):
         step = content.get("global_step")
         checkpoint.step = None if step is None else counted(step, "global_step")
-    except DamagedFile as error:
-        checkpoint.add("damage", f"{checkpoint.path.name} {error}")
     schedules = content.get("lr_schedulers") or []
     if schedules and isinstance(schedules[0], dict):
         checkpoint.schedule = schedules[0]
