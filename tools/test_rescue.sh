@@ -35,6 +35,15 @@ while read -r fixture recipe ranks; do
         { echo "$fixture was not written:"; tail -n 20 "$fresh/log"; exit 1; }
 done <"$fresh/commands"
 echo "written anew: $(wc -l <"$fresh/commands") checkpoints, in $SECONDS s since the start"
+# A mesh as torch 2.6 pickles it, written anew into tests/: its environment takes 5 GB, so only where it is asked for.
+if test -n "${RESCUE_TORCH_2_6:-}"; then
+    test -x .venv-torch2.6/bin/torchrun || { "$PYTHON" -m venv .venv-torch2.6 &&
+        .venv-torch2.6/bin/python -m pip install --quiet --disable-pip-version-check torch==2.6.0 'numpy<2.3'; }
+    .venv-torch2.6/bin/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 4 \
+        tests/features/rescue/torch_2_6.py "$fresh/torch-2.6" </dev/null
+    tar -C "$fresh/torch-2.6" --sort=name --owner=0 --group=0 -cJf tests/features/rescue/torch_2_6.tar.xz checkpoint truth.pt
+    rm -r "$fresh/torch-2.6"
+fi
 HOLDFAST_FOREIGN="$fresh" "$python" -m pytest -p no:xdist -q -rs tests/features/rescue/test_readers.py
 "$python" -m pytest -p no:xdist -q -rs tests/features/trainers
 "$python" -m pytest -p no:xdist -q -rs tests/rollout/test_episode_tokens.py tests/rollout/test_trl_environments.py \

@@ -311,7 +311,10 @@ DAMAGES = {
         r"has .* numbers for",
     ),
     "weights are another pickle": Damage(
-        VERL, lambda f: pickled(rank_file(f), pickle.dumps([1, 2])), r"no state of a model"
+        VERL, lambda f: pickled(rank_file(f), pickle.dumps([1, 2], 2)), r"no state of a model"
+    ),
+    "weights are a pickle of another protocol": Damage(
+        VERL, lambda f: pickled(rank_file(f), pickle.dumps({}, 4)), r"pickle of protocol 4"
     ),
     "DCP's list is missing": Damage("dcp", lambda f: (f / ".metadata").unlink(), r"lacks \.metadata.*never ended"),
     "DCP's list is cut short": Damage("dcp", lambda f: cut(f / ".metadata"), r"\.metadata cannot be read"),
@@ -462,9 +465,9 @@ DAMAGES |= {
     "a pass without end": Damage(
         "trainer-full", lambda f: changed_json(f / "trainer_state.json", epoch=float("inf")), r"trainer_state\.json"
     ),
-    "a schedule of five thousand digits": Damage(
+    "a schedule of five hundred digits": Damage(
         "trainer-full",
-        lambda f: state_of(f / "scheduler.pt", lambda content: content.update(last_epoch=10**5000)),
+        lambda f: state_of(f / "scheduler.pt", lambda content: content.update(last_epoch=10**500)),
         r"step of the schedule is no such number",
     ),
     "groups that are numbers": Damage(

@@ -162,7 +162,7 @@ def test_a_class_that_a_pickle_would_change_stays_as_it_is(saved: Path, change: 
     data, kinds = b"\x80\x02" + CHANGES[change], (type(saved), _MEM_FORMAT_ENCODING)
     before = [(kind.__bases__, dict(vars(kind))) for kind in kinds]
 
-    with pytest.raises(CheckpointCorrupt, match="cannot be read: it sets attributes of the class"):
+    with pytest.raises(CheckpointCorrupt, match="cannot be read: sets attributes of a class"):
         read_dcp_metadata(data, "hostile")
 
     assert [(kind.__bases__, dict(vars(kind))) for kind in kinds] == before

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -21,7 +21,8 @@ from holdfast.features.rescue.reading.examine import examine
 from holdfast.features.rescue.reading.recognise import open_foreign
 from holdfast.features.rescue.reading.record import ForeignCheckpoint
 from holdfast.models.names import canonical_name, named_parameters, tied_names
-from tests.features.rescue.reading import hash_of, place_of, read_archive, truth_of
+from tests.archives import unpack
+from tests.features.rescue.reading import ARCHIVE, hash_of, place_of, read_archive, truth_of
 
 SIZES = {"vocab_size": 19, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
          "num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}  # fmt: skip
@@ -205,29 +206,20 @@ def test_a_tensor_that_is_cut_by_columns_is_put_together(tmp_path: Path) -> None
     assert torch.equal(stored, whole)
 
 
-@pytest.mark.parametrize("diverged", [None, 2, 3])
-def test_copies_of_shards_are_compared_with_each_other(tmp_path: Path, diverged: int | None) -> None:
-    """Four ranks, two copies of two shards: a copy with other numbers is named, whichever shard it is of."""
-    actor = tmp_path / "global_step_1" / "actor"
-    actor.mkdir(parents=True)
-    whole = torch.arange(30.0).reshape(5, 6)
-    for rank in range(4):
-        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("ddp", "fsdp"))
-        rows = whole.split(3)[rank % 2] + (0.5 if rank == diverged else 0.0)
-        value = DTensor.from_local(
-            rows.contiguous(), mesh, [Replicate(), Shard(0)], run_check=False, shape=whole.shape, stride=(6, 1)
-        )
-        torch.save({"weight": value}, actor / f"model_world_size_4_rank_{rank}.pt")
-        dist.destroy_process_group()
+def test_meshes_that_torch_2_6_pickled_are_read(tmp_path: Path) -> None:
+    """Of a mesh only what it recorded counts; later versions of torch pickle other attributes (`torch_2_6.py`)."""
+    folder = unpack(ARCHIVE.with_name("torch_2_6.tar.xz"), tmp_path)
+    truth = truth_of(folder)
 
-    checkpoint = open_foreign(actor)
-    examine(checkpoint)
+    checkpoint = opened(folder)
 
-    assert torch.equal(checkpoint.weights["weight"].read(), whole)
-    named = [finding.text for finding in checkpoint.of_kind("damage")]
-    assert len(named) == (0 if diverged is None else 1)
-    assert all(f"rank_{rank}.pt" in text for text in named for rank in (diverged, (diverged or 0) - 2))
+    assert (checkpoint.verdict, checkpoint.world_size, checkpoint.step) == ("whole", 4, 2)
+    assert checkpoint.weights.keys() == truth["model"].keys() == checkpoint.states.keys()
+    for name, value in truth["model"].items():
+        assert torch.equal(checkpoint.weights[name].read(), value), name
+        assert len(checkpoint.weights[name].copies) == 2
+        for slot, state in truth["optim"][name].items():
+            assert torch.equal(checkpoint.states[name][slot].read(), state), (name, slot)
 
 
 def test_the_manifest_names_what_wrote_each_fixture_and_every_file_of_it() -> None:

@@ -106,6 +106,14 @@ def test_weights_that_are_views_of_one_storage_are_compared_with_its_checksum(tm
     assert "views.ckpt is damaged: the checksum of storage 0" in said
 
 
+def test_names_of_one_storage_are_tied(tmp_path: Path) -> None:
+    """No configuration lies beside one file of Lightning: what it stored once, it held once."""
+    shared, apart = torch.ones(4), torch.ones(4)
+    torch.save({"state_dict": {"a": shared, "b": apart, "c": shared}, "global_step": 1}, tmp_path / "tied.ckpt")
+
+    assert examined(tmp_path / "tied.ckpt").tied_away == {"c": "a"}
+
+
 def test_numbers_without_checksums_cannot_be_told(tmp_path: Path) -> None:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

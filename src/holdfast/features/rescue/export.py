@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError
 from holdfast.features.rescue.reading.alignment import align
-from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredTensor, UnreadableForeign
+from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, UnreadableForeign
 from holdfast.files import REGULAR, file_kind, size_words
 from holdfast.models.files.conversion import Header
 from holdfast.models.names import canonical_name, named_parameters, tied_names
@@ -66,7 +66,7 @@ def export_foreign(
             run_id="", run=f"{checkpoint.system} {checkpoint.path.name}", step=checkpoint.step or 0,
             parent={"imported": str(checkpoint.path), "system": checkpoint.system},
         )  # fmt: skip
-        planned = model_weights(lambda name: read_finite(name, weights[name]), headers, origin, dtype)
+        planned = model_weights(lambda name: read_finite(name, weights[name].read), headers, origin, dtype)
         write_export(planned, Papers(about), directory, RankGroup(), origin)
 
 
@@ -160,28 +160,19 @@ def _is_of_tokens(file: Path) -> bool:
     return "token" in file.name or file.name in {*_VOCABULARIES, "merges.txt", "chat_template.jinja"}
 
 
-def finite(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of the source whose numbers are all finite.
+def read_finite(name: str, read: Callable[[], Tensor]) -> Tensor:
+    """Return a tensor of the source, whose numbers are all finite.
 
     Raises:
-        CheckpointCorrupt: One is NaN or infinite.
+        CheckpointCorrupt: Its file is damaged, copies of it differ, or a number is NaN or infinite.
     """
-    if not is_finite(tensor):
+    try:
+        values = read()
+    except (DamagedFile, OSError) as error:
+        raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
+    if not is_finite(values):
         raise CheckpointCorrupt(
             f"{name} of the source has a number that is not finite (NaN, or infinite). Nothing was left behind; take "
             "the step before."
         )
-    return tensor
-
-
-def read_finite(name: str, tensor: StoredTensor) -> Tensor:
-    """Return a tensor of the source, whose numbers are all finite.
-
-    Raises:
-        CheckpointCorrupt: Its file is damaged, or a number is NaN or infinite.
-    """
-    try:
-        values = tensor.read()
-    except (DamagedFile, OSError) as error:
-        raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
-    return finite(name, values)
+    return values

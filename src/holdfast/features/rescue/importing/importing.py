@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
+from holdfast.checkpoint.errors import CheckpointMismatch
 from holdfast.checkpoint.export.stored import PARENT
 from holdfast.checkpoint.format.manifest import About, Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import MODEL, OPTIM, Snapshot, hold, random_state, random_state_as_json
@@ -33,13 +33,13 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.config.versions import versions
 from holdfast.data.batches.passes import Cursor
 from holdfast.errors import ConfigError
-from holdfast.features.rescue.export import finite
+from holdfast.features.rescue.export import read_finite
 from holdfast.features.rescue.importing.configurations import compare_configurations, refuse_without_weights
 from holdfast.features.rescue.importing.states import PlannedTensor, described_state, planned_states, rate_of
 from holdfast.features.rescue.importing.weightless import weightless_run
 from holdfast.features.rescue.reading.alignment import align
 from holdfast.features.rescue.reading.rank_order import refuse_untold_order
-from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, Position
+from holdfast.features.rescue.reading.record import ForeignCheckpoint, Position
 from holdfast.models.names import tied_names
 from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.mesh import World
@@ -209,19 +209,8 @@ def _snapshot_of(planned: Mapping[str, PlannedTensor], trained: frozenset[str], 
         rank_state={},
         shared={},
         contents=("model",),
-        readers={name: _reader(name, tensor.read) for name, tensor in planned.items()},
+        readers={name: partial(read_finite, name, tensor.read) for name, tensor in planned.items()},
     )
-
-
-def _reader(name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def read_finite() -> Tensor:
-        try:
-            tensor = read()
-        except (DamagedFile, OSError) as error:
-            raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
-        return finite(name, tensor)
-
-    return read_finite
 
 
 def _refuse_misfit(training: Training, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> None:

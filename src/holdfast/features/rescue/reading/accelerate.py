@@ -11,27 +11,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from holdfast.features.rescue.reading.dcp_systems import add_contents
 from holdfast.features.rescue.reading.hugging_face import add_safetensors
-from holdfast.features.rescue.reading.parts import opened_file, stored_piece
-from holdfast.features.rescue.reading.pickles import StoredView
+from holdfast.features.rescue.reading.parts import opened_file
 from holdfast.features.rescue.reading.record import (
     TRAINER,
     DamagedFile,
     ForeignCheckpoint,
     Position,
-    StoredGroup,
-    StoredTensor,
     counted,
     refuse_outside,
 )
-from holdfast.features.rescue.reading.torch_file import TorchFile
+from holdfast.features.rescue.reading.state_dicts import Rank, add_optimizer, add_weights
 from holdfast.files import read_json
-from holdfast.models.names import canonical_name
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 MODEL_FILE, OPTIMIZER_FILE = "pytorch_model_fsdp.bin", "optimizer.bin"
@@ -58,13 +53,16 @@ def read_accelerate(folder: Path) -> ForeignCheckpoint:
     checkpoint.model_files = folder if "config.json" in names else None
     _refuse_two_models(checkpoint, names)
     _add_random(checkpoint, names)
-    _guarded(checkpoint, "", lambda: _add_weights(checkpoint, folder, names))
-    _guarded(checkpoint, "", lambda: _add_optimizer(checkpoint, folder, names))
+    with checkpoint.naming(""):
+        _add_weights(checkpoint, folder, names)
+    with checkpoint.naming(""):
+        _add_optimizer(checkpoint, folder, names)
     schedule = next((name for name in ("scheduler.pt", "scheduler.bin") if name in names), None)
     if schedule is None:
         checkpoint.add("loss", "there is no scheduler file: the schedule's place is not in it")
     else:
-        _guarded(checkpoint, schedule, lambda: _add_schedule(checkpoint, folder / schedule))
+        with checkpoint.naming(schedule):
+            _add_schedule(checkpoint, folder / schedule)
     if trainer:
         _add_trainer_state(checkpoint, folder / "trainer_state.json")
     else:
@@ -82,19 +80,11 @@ def _refuse_two_models(checkpoint: ForeignCheckpoint, names: set[str]) -> None:
         checkpoint.add("damage", f"it holds its weights twice: {MODEL_FOLDER}/ and {MODEL_FILE} are of two saves")
 
 
-def _guarded(checkpoint: ForeignCheckpoint, label: str, act: Callable[[], None]) -> None:
-    try:
-        act()
-    except (DamagedFile, OSError) as error:
-        checkpoint.add("damage", f"{label} {error}".strip())
-
-
 def _add_weights(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -> None:
     if MODEL_FOLDER in names:
         add_within(checkpoint, folder / MODEL_FOLDER)
     elif MODEL_FILE in names:
-        file = opened_file(checkpoint, folder / MODEL_FILE)
-        add_full_weights(checkpoint, file, _named(MODEL_FILE, file))
+        add_weights(checkpoint, [_read(checkpoint, folder / MODEL_FILE)])
     else:
         add_safetensors(checkpoint, folder)
         return _require_weights(checkpoint)
@@ -123,36 +113,12 @@ def add_within(checkpoint: ForeignCheckpoint, folder: Path) -> dict[str, Any]:
         raise DamagedFile(f"{folder.name} {error}") from None
 
 
-def _named(name: str, file: TorchFile) -> Any:
+def _read(checkpoint: ForeignCheckpoint, path: Path) -> Rank:
     try:
-        return file.value()
+        file = opened_file(checkpoint, path)
+        return file, file.value()
     except DamagedFile as error:
-        raise DamagedFile(f"{name} {error}") from None
-
-
-def add_full_weights(checkpoint: ForeignCheckpoint, file: TorchFile, state: Any) -> None:
-    """Add the weights of a state dict that one file holds; of names with one storage, the first counts.
-
-    Raises:
-        DamagedFile: It is none.
-    """
-    if not isinstance(state, dict) or not any(isinstance(value, StoredView) for value in state.values()):
-        raise DamagedFile(f"{file.path.name} holds no state of a model")
-    first_names: dict[Any, str] = {}
-    for key, value in state.items():
-        name = canonical_name(str(key))
-        if not isinstance(value, StoredView):
-            checkpoint.add("note", f"{key} is no tensor and is left out")
-            continue
-        if 0 not in value.shape:
-            first = first_names.setdefault((value.storage, value.offset, value.shape), name)
-            if first != name:
-                checkpoint.tied_away[name] = first
-        _guarded(checkpoint, str(key), lambda name=name, value=value: _add_view(checkpoint, file, name, value))  # type: ignore[misc]
-
-
-def _add_view(checkpoint: ForeignCheckpoint, file: TorchFile, name: str, view: StoredView) -> None:
-    checkpoint.weights[name] = StoredTensor(view.shape, view.dtype, (stored_piece(file, view),))
+        raise DamagedFile(f"{path.name} {error}") from None
 
 
 def _add_optimizer(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -> None:
@@ -162,45 +128,7 @@ def _add_optimizer(checkpoint: ForeignCheckpoint, folder: Path, names: set[str])
     elif OPTIMIZER_FILE in names or "optimizer.pt" in names:
         name = OPTIMIZER_FILE if OPTIMIZER_FILE in names else "optimizer.pt"
         checkpoint.has_optimizer = True
-        file = opened_file(checkpoint, folder / name)
-        add_full_states(checkpoint, file, _named(name, file))
-
-
-def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any) -> None:
-    """Add optimizer states that one file holds by parameter name, or by number in the order of parameters.
-
-    Raises:
-        DamagedFile: It holds no state of an optimizer.
-    """
-    from holdfast.features.rescue.reading.unnamed_states import NumberedStates, named_states
-
-    state, groups = _parts(file, content)
-    empty = [key for key, slots in state.items() if not slots]
-    if empty:
-        checkpoint.add("repair", f"{len(empty)} empty entries in the optimizer's state are dropped (report 000)")
-    if state and all(isinstance(key, int) for key in state):
-        states_and_groups = named_states(NumberedStates(checkpoint, [file], [state], groups))
-        if states_and_groups is not None:
-            checkpoint.states, checkpoint.groups = states_and_groups
-        return
-    for key, slots in state.items():
-        tensors = {slot: value for slot, value in slots.items() if isinstance(value, StoredView)}
-        for slot, view in tensors.items():
-            tensor = StoredTensor(view.shape, view.dtype, (stored_piece(file, view),))
-            checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = tensor
-    checkpoint.groups = [_group(group) for group in groups]
-
-
-def _group(group: dict[str, Any]) -> StoredGroup:
-    settings = {key: value for key, value in group.items() if key != "params"}
-    return StoredGroup(tuple(canonical_name(str(name)) for name in group["params"]), settings)
-
-
-def _parts(file: TorchFile, content: Any) -> tuple[dict[Any, Any], list[Any]]:
-    match content:
-        case {"state": dict() as state, "param_groups": [*groups]}:
-            return state, groups
-    raise DamagedFile(f"{file.path.name} holds no state of an optimizer")
+        add_optimizer(checkpoint, [_read(checkpoint, folder / name)])
 
 
 def _add_schedule(checkpoint: ForeignCheckpoint, path: Path) -> None:
@@ -235,15 +163,9 @@ def _add_step(checkpoint: ForeignCheckpoint) -> None:
     counter = next((slots["step"] for slots in checkpoint.states.values() if "step" in slots), None)
     if counter is None:
         return
-    try:
-        checkpoint.step = counted(
-            counter.read().item() if math.prod(counter.shape) == 1 else None, "the optimizer's step"
-        )
-    except OSError:
-        return  # it is named when tensors are read
-    except DamagedFile as error:
-        checkpoint.add("damage", f"{counter.pieces[0].file} {error}")
-        return
+    with checkpoint.naming(counter.pieces[0].file):
+        number = counter.read().item() if math.prod(counter.shape) == 1 else None
+        checkpoint.step = counted(number, "the optimizer's step")
     if last not in {None, checkpoint.step}:
         message = (
             f"accelerate's schedule stands at {last}, one for each rank and update; {checkpoint.step} updates were made"

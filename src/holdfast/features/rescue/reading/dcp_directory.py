@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.features.rescue.reading.modest_pickles import is_modest
 from holdfast.features.rescue.reading.parts import opened_file
-from holdfast.features.rescue.reading.pickles import StoredView
+from holdfast.features.rescue.reading.pickles import is_plain
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
 from holdfast.files import REGULAR, file_kind, read_bytes
 
@@ -47,8 +46,6 @@ class DcpDirectory:
             data = read_bytes(path, _MOST_METADATA)
             if not data:
                 raise DamagedFile(f"{METADATA} is empty")
-            if not is_modest(data):
-                raise DamagedFile(f"{METADATA} cannot be read: it asks for more memory or time than goes with its size")
             self._metadata: Metadata = read_dcp_metadata(data, str(path))
         except FileNotFoundError:
             raise DamagedFile(
@@ -160,7 +157,7 @@ class DcpDirectory:
         def fill(target: Tensor) -> None:
             file = opened_file(self._checkpoint, path, info.offset, info.length)
             view = file.value()
-            if not isinstance(view, StoredView) or view.shape != sizes or view.dtype != dtype:
+            if not is_plain(view) or view.shape != sizes or view.dtype != dtype:
                 raise DamagedFile(f"{path.name} holds another tensor at byte {info.offset:,} than {METADATA} says")
             file.fill(view, target)
 

@@ -1,14 +1,13 @@
 """Read the list of contents of a torch distributed checkpoint (DCP), a pickle, without running anything it brings.
 
-A pickle could execute code and allocate any amount of memory. It is read with an unpickler that knows only DCP's own
-classes, and puts them back if the pickle changed them.
+A pickle could execute code, change classes and allocate any amount of memory. Its instructions are looked at first, and
+it is read with an unpickler that knows only DCP's own classes.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +21,9 @@ from torch.serialization import _get_layout
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.place.memory import no_memory_for
-from holdfast.features.rescue.reading.modest_pickles import is_modest
+from holdfast.features.rescue.reading.modest_pickles import names_in
 from holdfast.parallel.failure.classify import is_out_of_memory
 
-_NOTHING = object()
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", "Metadata"),
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
@@ -44,77 +42,35 @@ _CLASSES = {
 }
 
 
-def _functions() -> dict[tuple[str, str], Callable[..., Any]]:
-    """Return what stands for the functions that metadata calls; new ones each time, since a pickle can change them."""
+def _member(kind: Any, name: Any) -> Any:
+    # `getattr` itself would open everything that hangs on a class.
+    if kind is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in kind.__members__:
+        raise pickle.UnpicklingError("it asks for an attribute that is no memory format, which no checkpoint needs")
+    return kind[name]
 
-    def member(kind: Any, name: Any) -> Any:
-        # `getattr` itself would open everything that hangs on a class.
-        if kind is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in kind.__members__:
-            raise pickle.UnpicklingError("it asks for an attribute that is no memory format, which no checkpoint needs")
-        return kind[name]
 
-    def layout(name: Any) -> Any:
-        return _get_layout(name)  # type: ignore[no-untyped-call]
-
-    return {
-        # Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, "name"), others as class(value).
-        ("builtins", "getattr"): member,
-        ("__builtin__", "getattr"): member,
-        ("torch.serialization", "_get_layout"): layout,
-    }
+_FUNCTIONS: dict[tuple[str, str], Any] = {
+    # Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, "name"), others as class(value).
+    ("builtins", "getattr"): _member,
+    ("__builtin__", "getattr"): _member,
+    ("torch.serialization", "_get_layout"): _get_layout,
+}
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that accepts only the classes of DCP's metadata, and restores them if the pickle changed them."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self._functions = _functions()
-        self._before: dict[type, tuple[Any, dict[str, Any]]] = {}
+    """An unpickler that accepts only the classes of DCP's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a listed class or a dtype; refuse the rest."""
-        if (module, name) in self._functions:
-            return self._functions[module, name]
+        if (module, name) in _FUNCTIONS:
+            return _FUNCTIONS[module, name]
         if module == "pathlib._local":  # Python 3.13 alone has this module
             module = "pathlib"
         if (module, name) in _CLASSES:
-            kind = super().find_class(module, name)
-            self._before.setdefault(kind, (kind.__bases__, dict(vars(kind))))
-            return kind
+            return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
-
-    def load(self) -> Any:
-        """Return what the pickle holds.
-
-        Raises:
-            UnpicklingError: It asks for a name that is not listed, or sets attributes of a class: they are put back.
-        """
-        try:
-            return super().load()
-        finally:
-            changed = [kind.__name__ for kind, before in self._before.items() if _put_back(kind, *before)]
-            if changed:
-                raise pickle.UnpicklingError(f"it sets attributes of the class {changed[0]}, which no checkpoint needs")
-
-
-def _put_back(kind: Any, bases: tuple[type, ...], attributes: Mapping[str, Any]) -> bool:
-    """Give a class what it had before; return whether it had anything else."""
-    current = dict(vars(kind))
-    changed = [
-        name for name in {*current, *attributes} if current.get(name, _NOTHING) is not attributes.get(name, _NOTHING)
-    ]
-    for name in changed:  # by the method of `type`, since an enumeration has one of its own that refuses
-        if name in attributes:
-            type.__setattr__(kind, name, attributes[name])
-        else:
-            type.__delattr__(kind, name)
-    if kind.__bases__ == bases:
-        return bool(changed)
-    kind.__bases__ = bases
-    return True
 
 
 def read_dcp_metadata(data: bytes, path: str) -> Metadata:
@@ -129,10 +85,11 @@ def read_dcp_metadata(data: bytes, path: str) -> Metadata:
         CheckpointUnreadable: This machine is short of memory.
     """
     try:
-        metadata = _Unpickler(data).load()
+        names_in(data)
+        metadata = _Unpickler(io.BytesIO(data)).load()
         _check_form(metadata)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
-        if is_out_of_memory(error) and is_modest(data):  # a damaged pickle may ask for a table of gigabytes
+        if is_out_of_memory(error):
             raise no_memory_for(path, len(data)) from error
         raise CheckpointCorrupt(f"{path} cannot be read: {str(error) or type(error).__name__}.") from None
     assert isinstance(metadata, Metadata)

@@ -120,10 +120,8 @@ def read_plain(folder: Path) -> ForeignCheckpoint:
         checkpoint.add("damage", f"{folder.name} {error}")
         return checkpoint
     step = small_values.get("step", small_values.get("train_state.step"))
-    try:
+    with checkpoint.naming(folder.name):
         checkpoint.step = counted(step, "its step") if isinstance(step, int | float) else None
-    except DamagedFile as error:
-        checkpoint.add("damage", f"{folder.name} {error}")
     if "train_state.step" in small_values or any(name.startswith("dataloader.dp_rank_") for name in small_values):
         _of_titan(checkpoint, folder, small_values)
     else:

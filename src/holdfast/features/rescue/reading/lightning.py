@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.features.rescue.reading.accelerate import add_full_states, add_full_weights
 from holdfast.features.rescue.reading.alignment import rename
 from holdfast.features.rescue.reading.dcp_systems import add_contents
 from holdfast.features.rescue.reading.parts import opened_file
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, Position, counted
+from holdfast.features.rescue.reading.state_dicts import add_optimizer, add_weights
 from holdfast.models.names import canonical_name
 
 META = "meta.pt"
@@ -60,7 +60,7 @@ def _full(checkpoint: ForeignCheckpoint, path: Path) -> Mapping[str, Any]:
     content = file.value()
     if not isinstance(content, dict) or "state_dict" not in content:
         raise DamagedFile("holds no state_dict, so it is none of Lightning's")
-    add_full_weights(checkpoint, file, content["state_dict"])
+    add_weights(checkpoint, [(file, content["state_dict"])])
     states = content.get("optimizer_states") or []
     if len(states) > 1:
         checkpoint.add(
@@ -68,16 +68,14 @@ def _full(checkpoint: ForeignCheckpoint, path: Path) -> Mapping[str, Any]:
         )
     if states:
         checkpoint.has_optimizer = True
-        add_full_states(checkpoint, file, states[0])
+        add_optimizer(checkpoint, [(file, states[0])])
     return content
 
 
 def _add_progress(checkpoint: ForeignCheckpoint, content: Mapping[str, Any]) -> None:
-    try:
+    with checkpoint.naming(checkpoint.path.name):
         step = content.get("global_step")
         checkpoint.step = None if step is None else counted(step, "global_step")
-    except DamagedFile as error:
-        checkpoint.add("damage", f"{checkpoint.path.name} {error}")
     schedules = content.get("lr_schedulers") or []
     if schedules and isinstance(schedules[0], dict):
         checkpoint.schedule = schedules[0]

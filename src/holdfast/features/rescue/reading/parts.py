@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.features.rescue.reading.pickles import Sharded, StoredView
+from holdfast.features.rescue.reading.pickles import Sharded, is_plain
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece, in_a_row
 from holdfast.features.rescue.reading.torch_file import TorchFile
 
@@ -43,14 +43,14 @@ def joined_tensor(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
         DamagedFile: The shards cannot be of one tensor.
     """
     first = ranks[0][1]
-    if isinstance(first, StoredView):
+    if is_plain(first):
         file, view = ranks[0]
         copies = tuple(stored_piece(copy_file, theirs) for copy_file, theirs in ranks[1:])
         if any(copy.sizes != view.shape for copy in copies):
             raise DamagedFile("has another shape on another rank")
         return StoredTensor(view.shape, view.dtype, (stored_piece(file, view),), copies)
     _refuse_unlike([shard for _, shard in ranks])
-    if first.dim is None:
+    if first.cut_dim is None:
         first_piece, *copy_pieces = (stored_piece(file, shard.local) for file, shard in ranks)
         return StoredTensor(first.shape, first.dtype, (first_piece,), tuple(copy_pieces))
     if first.cut_axis is None:  # a ShardedTensor says where its parts begin
@@ -58,14 +58,14 @@ def joined_tensor(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
         return StoredTensor(
             first.shape, first.dtype, tuple(sorted(pieces, key=lambda tensor_piece: tensor_piece.offsets))
         )
-    return StoredTensor(first.shape, first.dtype, *_along_axis(ranks, first.cut_axis, first.dim))
+    return StoredTensor(first.shape, first.dtype, *_along_axis(ranks, first.cut_axis, first.cut_dim))
 
 
 def _refuse_unlike(shards: Sequence[Any]) -> None:
     first = shards[0]
     if not all(isinstance(shard, Sharded) for shard in shards):
         raise DamagedFile("is a tensor on one rank and something else on another")
-    if {(shard.shape, shard.dtype, shard.dim) for shard in shards} != {(first.shape, first.dtype, first.dim)}:
+    if {(shard.shape, shard.dtype, shard.cut_dim) for shard in shards} != {(first.shape, first.dtype, first.cut_dim)}:
         raise DamagedFile("has another shape, dtype or cut on another rank")
 
 
@@ -112,7 +112,7 @@ def stored_piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = N
     Raises:
         DamagedFile: The file lacks its numbers.
     """
-    if not isinstance(view, StoredView):
+    if not is_plain(view):
         raise DamagedFile(f"is no tensor in {file.path.name}")
     file.check(view)
     start = offsets or (0,) * len(view.shape)

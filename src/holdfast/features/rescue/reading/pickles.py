@@ -1,290 +1,243 @@
-"""Pickles of torch files, read by a list of names: nothing that a file asks for is imported or called.
+"""Pickles of torch files, read by torch's `weights_only` unpickler under a closed list of names.
 
-A pickle names functions and classes, and calls them. Here every name of a closed list stands for a function or class of
-this file that only notes what it was given; any other name is refused. They are made anew for every file, since a
-pickle can set attributes of what it names.
+Every name that is not torch's way to make a tensor without memory stands for a class of this file, which records what
+it is given: neither numpy, nor a mesh, nor a process group is touched, whichever version of torch wrote them. Storages
+are on the meta device and keep their names, so that a pickle takes no memory for numbers.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
+from torch._weights_only_unpickler import Unpickler
 
 from holdfast.checkpoint.place.memory import no_memory_for
-from holdfast.features.rescue.reading.modest_pickles import is_modest
+from holdfast.features.rescue.reading.modest_pickles import Immodest, names_in
 from holdfast.features.rescue.reading.record import DamagedFile
 from holdfast.parallel.failure.classify import is_out_of_memory
 
-STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "UntypedStorage": torch.uint8,
-    "Float8_e4m3fnStorage": torch.float8_e4m3fn,
-    "Float8_e5m2Storage": torch.float8_e5m2,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
-
-_DTENSOR = frozenset(
-    {
-        "torch.distributed.tensor.DTensor",
-        "torch.distributed.tensor._api.DTensor",
-        "torch.distributed._tensor.api.DTensor",
-        "torch.distributed._tensor.DTensor",
-    }
+_PLACEMENTS = ("torch.distributed.tensor.placement_types.", "torch.distributed._tensor.placement_types.")
+_RECORDED = (
+    "torch.distributed._mesh_layout._FlatLayout",
+    "torch.distributed._mesh_layout._MeshLayout",
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._tensor.device_mesh.DeviceMesh",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+    "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta",
+    "torch.distributed._tensor.placement_types.DTensorSpec",
+    "torch.distributed._tensor.placement_types.TensorMeta",
+    *(
+        module + name
+        for module in _PLACEMENTS
+        for name in ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard", "MaskPartial", "_MaskPartial")
+    ),
+    "torch.distributed._shard.metadata.ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.shard.Shard",
+    "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    "torch.distributed.remote_device._remote_device",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray.scalar",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.dtypes.UInt32DType",
 )
-_SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-_OPAQUE_NAMES = frozenset(
+"""Names of objects whose arguments and state are recorded."""
+_TORCH = frozenset(
     {
+        "collections.OrderedDict",
+        "torch.Size",
         "torch.device",
         "torch.serialization._get_layout",
-        "torch.distributed._mesh_layout._FlatLayout",
-        "torch.distributed._mesh_layout._MeshLayout",
-        "torch.distributed.device_mesh.DeviceMesh",
-        "torch.distributed._tensor.device_mesh.DeviceMesh",
-        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
-        "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
-        "torch.distributed.tensor._dtensor_spec.TensorMeta",
-        "torch.distributed._tensor.placement_types.DTensorSpec",
-        "torch.distributed._tensor.placement_types.TensorMeta",
-        "torch.distributed._shard.metadata.ShardMetadata",
-        "torch.distributed._shard.sharded_tensor.shard.Shard",
-        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-        "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata",
-        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-        "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
-        "torch.distributed.remote_device._remote_device",
         "_codecs.encode",
-        "numpy._core.multiarray._reconstruct",
-        "numpy.core.multiarray._reconstruct",
-        "numpy._core.multiarray.scalar",
-        "numpy.core.multiarray.scalar",
-        "numpy.ndarray",
-        "numpy.dtype",
-        "numpy.dtypes.UInt32DType",
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
+        "torch._utils._rebuild_parameter",
+        "torch._utils._rebuild_wrapper_subclass",
+        "torch._tensor._rebuild_from_type_v2",
+        "torch.storage.UntypedStorage",
+        *(f"torch.{name}" for name in dir(torch) if name.endswith("Storage")),
+        *(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     }
 )
-"""Names of objects whose arguments are kept, and which are neither imported nor called."""
-_PLACEMENTS = ("torch.distributed.tensor.placement_types.", "torch.distributed._tensor.placement_types.")
+"""Names that torch's unpickler knows by itself; of the others that it knows, some take memory."""
 
 
-@dataclass(frozen=True)
-class StoredView:
-    """A tensor in a file, described by its storage, offset, shape and strides."""
+class Recorded:
+    """An object of a listed name: its arguments, and the attributes of its state."""
 
-    storage: str
-    dtype: torch.dtype
-    count: int
-    """Elements of the storage."""
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """One rank's shard of a tensor."""
-
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    dtype: torch.dtype
-    local: StoredView | None
-    """The local shard; None where this rank holds nothing."""
-    dim: int | None
-    """The dimension that is cut; None where every rank has the whole."""
-    coordinate: tuple[int, ...]
-    """The rank's coordinate on the mesh; empty if the file does not state it."""
-    cut_axis: int | None
-    """The mesh axis that `dim` is cut over."""
-    offsets: tuple[int, ...] | None = None
-    """Where the shard begins, if the file says so."""
-
-
-class OpaqueObject:
-    """Replaces an object with a listed name, and keeps the name, the arguments of its call, and its state."""
-
-    name = ""
     arguments: tuple[Any, ...]
     fields: dict[str, Any]
 
-    def __new__(cls, *arguments: Any) -> OpaqueObject:
+    def __new__(cls, *arguments: Any) -> Recorded:
         """Keep the arguments of the call."""
         instance = super().__new__(cls)
         instance.arguments, instance.fields = arguments, {}
         return instance
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the state of the object that it stands for: a dictionary, or (None, slots)."""
+        """Keep the state: a dictionary, or (None, slots)."""
         for values in state if isinstance(state, tuple) else (state,):
             if isinstance(values, dict):
                 self.fields |= values
-        self.arguments += (state,)
 
 
-class StateDict(dict[Any, Any]):
-    """An OrderedDict of a state, whose attributes (`_metadata`) mean nothing here."""
+class Sharded(Tensor):
+    """One rank's shard of a tensor; shape and dtype are those of the whole tensor, which has no memory."""
 
-    def __setstate__(self, _: Any) -> None:
-        """Take nothing."""
+    local: Tensor | None
+    """The local shard; None where this rank holds nothing."""
+    cut_dim: int | None
+    """The dimension that is cut; None where every rank has the whole."""
+    coordinate: tuple[int, ...] = ()
+    """The rank's coordinate on the mesh; empty if the file does not state it."""
+    cut_axis: int | None = None
+    """The mesh axis that `cut_dim` is cut over."""
+    offsets: tuple[int, ...] | None = None
+    """Where the shard begins, if the file says so."""
 
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
-class _Unpickler(pickle.Unpickler):
-    """Resolves the names of a closed list, and refuses every other name."""
-
-    def __init__(self, data: bytes, extra: Mapping[str, Any]) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._extra = extra
-        self._stand_ins: dict[str, Any] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a listed name.
-
-        Raises:
-            DamagedFile: Any other name.
-        """
-        dotted = f"{module}.{name}"
-        if dotted not in self._stand_ins:
-            self._stand_ins[dotted] = self._stand_in_for(module, name, dotted)
-        return self._stand_ins[dotted]
-
-    def _stand_in_for(self, module: str, name: str, dotted: str) -> Any:
-        if dotted in self._extra:
-            return self._extra[dotted]
-        # What has no storage type of its own, as float8, is saved as bytes by the class where it is defined.
-        if (module == "torch" or dotted == "torch.storage.UntypedStorage") and name in STORAGES:
-            return STORAGES[name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        builders = _builders()
-        if dotted in builders:
-            return builders[dotted]
-        if dotted in _OPAQUE_NAMES or dotted in _DTENSOR or dotted == _SHARDED or dotted.startswith(_PLACEMENTS):
-            return type(name, (OpaqueObject,), {"name": dotted})
-        raise DamagedFile(f"asks for {dotted}, which no such file needs; nothing of it was run")
-
-    def persistent_load(self, saved: Any) -> Any:
-        """Return a storage's dtype, key and size.
-
-        Raises:
-            DamagedFile: It is none.
-        """
-        match saved:
-            case ("storage", torch.dtype() as dtype, str(key), _, int(count)):
-                return (key, dtype, count)
-        raise DamagedFile("refers to something that is no storage of a tensor")
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse every operation: torch asks for this method of a tensor without numbers."""
+        raise NotImplementedError(func)
 
 
-def _builders() -> dict[str, Callable[..., Any]]:
-    """Return what stands for torch's own functions that make tensors; new ones each time."""
-
-    def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredView:
-        key, dtype, count = storage
-        view = StoredView(key, dtype, count, offset, tuple(shape), tuple(strides))
-        _check_view(view)
-        return view
-
-    def tensor_of_dtype(storage: Any, offset: Any, shape: Any, strides: Any, *extras: Any) -> StoredView:
-        # Version 3 is for dtypes without a typed storage: the storage counts bytes, and the dtype is a later argument.
-        key, _, count = storage
-        dtype = next(value for value in extras if isinstance(value, torch.dtype))
-        view = StoredView(key, dtype, count // dtype.itemsize, offset, tuple(shape), tuple(strides))
-        _check_view(view)
-        return view
-
-    def wrapper(kind: Any, dtype: Any, shape: Any, *_: Any) -> tuple[str, Any, Any]:
-        return kind.name, dtype, tuple(shape)
-
-    def from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-        rebuilt = function(*arguments)
-        name = getattr(kind, "name", None)
-        if name in _DTENSOR:
-            return _from_dtensor(rebuilt[1], rebuilt[2], state)
-        if name == _SHARDED:
-            return _from_sharded(rebuilt[1], rebuilt[2], state)
-        return rebuilt
-
-    return {
-        "collections.OrderedDict": type("StateDict", (StateDict,), {}),
-        "collections.defaultdict": lambda *_: StateDict(),
-        "torch.Size": tuple,
-        # ShardedTensor's state asks for a class by its class: whatever it asks for, it is noted.
-        "__builtin__.getattr": lambda *_: type("OpaqueObject", (OpaqueObject,), {}),
-        "builtins.getattr": lambda *_: type("OpaqueObject", (OpaqueObject,), {}),
-        "torch._utils._rebuild_tensor_v2": tensor,
-        "torch._utils._rebuild_tensor_v3": tensor_of_dtype,
-        "torch._utils._rebuild_parameter": lambda data, *_: data,
-        "torch._utils._rebuild_wrapper_subclass": wrapper,
-        "torch._tensor._rebuild_from_type_v2": from_type,
-    }
+class _DTensor(Sharded):
+    def __setstate__(self, state: Any) -> None:
+        """Take the local tensor, the placements, and the coordinate that the mesh recorded."""
+        slots = state[1] if isinstance(state, tuple) else state  # behind the attributes, of which it has none
+        spec, self.local = slots["_spec"].fields, slots["_local_tensor"]
+        kinds = [type(placement).__name__ for placement in spec["placements"]]
+        cut = [axis for axis, kind in enumerate(kinds) if kind.endswith("Shard")]
+        if not set(kinds) <= {"Shard", "Replicate"} or len(cut) > 1:
+            raise DamagedFile(
+                "holds a tensor that is cut over two axes of the mesh (tensor parallel), which is not read"
+            )
+        self.cut_axis = cut[0] if cut else None
+        self.cut_dim = spec["placements"][cut[0]].fields["dim"] if cut else None
+        self.coordinate = tuple(spec["mesh"].fields.get("_coordinate_on_dim") or ())
 
 
-def _check_view(view: StoredView) -> None:
-    numbers = (view.count, view.offset, *view.shape, *view.strides)
-    are_counts = all(type(number) is int and number >= 0 for number in numbers)
-    if not are_counts or len(view.shape) != len(view.strides) or not isinstance(view.storage, str):
-        raise DamagedFile("holds a tensor whose shape is none")
-    end = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True)) + 1
-    if 0 not in view.shape and end > view.count:
-        raise DamagedFile("holds a tensor that goes beyond its storage")
+class _ShardedTensor(Sharded):
+    def __setstate__(self, state: Any) -> None:
+        """Take the local shard and where it begins."""
+        shards = state[0] if isinstance(state, tuple) else state
+        if len(shards) > 1:
+            raise DamagedFile("holds several parts of one tensor in one file, which is not read")
+        self.local, self.cut_dim = None, 0
+        for shard in shards:
+            self.local = shard.fields["tensor"]
+            self.offsets = tuple(shard.fields["metadata"].fields["shard_offsets"])
 
 
-def _from_dtensor(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sharded:
-    slots = state[1] if isinstance(state, tuple) else state  # behind the attributes, of which it has none
-    # `_spec` and `_local_tensor` are the private slots that DTensor's pickle holds: mesh and placements, and the shard.
-    spec, local = slots["_spec"].fields, slots["_local_tensor"]
-    mesh = spec["mesh"].fields
-    cut = [(axis, placement) for axis, placement in enumerate(spec["placements"]) if placement.name.endswith("Shard")]
-    if (
-        any(placement.name.rpartition(".")[2] not in {"Shard", "Replicate"} for placement in spec["placements"])
-        or len(cut) > 1
-    ):
-        raise DamagedFile("holds a tensor that is cut over two axes of the mesh (tensor parallel), which is not read")
-    axis, dim = (cut[0][0], cut[0][1].fields["dim"]) if cut else (None, None)
-    coordinate = mesh.get("_coordinate_on_dim") or ()
-    return Sharded(tuple(shape), dtype, local, dim, tuple(coordinate), axis)
+def _dictionary(*_: Any) -> dict[Any, Any]:
+    return {}
 
 
-def _from_sharded(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sharded:
-    shards = state[0] if isinstance(state, tuple) else state
-    if not shards:
-        return Sharded(shape, dtype, None, 0, (), None)
-    if len(shards) > 1:
-        raise DamagedFile("holds several parts of one tensor in one file, which is not read")
-    shard = shards[0].fields
-    offsets = tuple(shard["metadata"].fields["shard_offsets"])
-    return Sharded(shape, dtype, shard["tensor"], 0, (), None, offsets)
+def _inner_class(*_: Any) -> type[Recorded]:
+    """Return what stands for a class inside of a class, as ShardedTensor's state asks for its memory format."""
+    return Recorded
 
 
-def unpickled(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
-    """Return what a pickle of a torch file holds.
+_OURS: dict[str, Any] = {
+    **{name: type(name.rpartition(".")[2], (Recorded,), {}) for name in _RECORDED},
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": Recorded,
+    "builtins.getattr": _inner_class,
+    "collections.defaultdict": _dictionary,
+    "torch.distributed.tensor.DTensor": _DTensor,
+    "torch.distributed.tensor._api.DTensor": _DTensor,
+    "torch.distributed._tensor.api.DTensor": _DTensor,
+    "torch.distributed._tensor.DTensor": _DTensor,
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": _ShardedTensor,
+}
 
-    Args:
-        data: The pickle.
-        extra: Further names, with what stands for them.
+
+def is_plain(value: Any) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor that its file holds whole."""
+    return isinstance(value, Tensor) and not isinstance(value, Sharded)
+
+
+def storage_of(tensor: Tensor) -> str:
+    """Return the name of the storage that a tensor's numbers lie in.
+
+    Raises:
+        DamagedFile: It has none.
+    """
+    name = getattr(tensor.untyped_storage(), "name", None)
+    if not isinstance(name, str):
+        raise DamagedFile("holds a tensor without numbers")
+    return name
+
+
+def place_in_file(tensor: Tensor) -> tuple[str, int, torch.Size]:
+    """Return what tensors share that are one: storage, offset and shape."""
+    return storage_of(tensor), int(tensor.storage_offset()), tensor.shape
+
+
+@contextmanager
+def _ours_alone() -> Iterator[None]:
+    """Let the unpickler know the names of this file, and none that a library has added for the whole process."""
+    others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with torch.serialization.safe_globals([(kind, name) for name, kind in _OURS.items()]):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(others)  # those that were there
+
+
+def _storage(saved: Any) -> torch.TypedStorage:
+    """Return a storage on the meta device which keeps the name of its member in the file.
+
+    Raises:
+        DamagedFile: It is none.
+    """
+    match saved:
+        case ("storage", kind, str(name), _, int(count)) if 0 <= count < 2**60:
+            dtype: torch.dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+            storage: Any = torch.UntypedStorage(count * dtype.itemsize, device="meta")  # type: ignore[no-untyped-call]
+            storage.name = name
+            return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    raise DamagedFile("refers to something that is no storage of a tensor")
+
+
+def _refuse_strange(names: frozenset[str]) -> None:
+    for name in sorted(names - _TORCH):
+        if name.replace("__builtin__", "builtins") not in _OURS:
+            raise DamagedFile(f"asks for {name}, which no such file needs; nothing of it was run")
+
+
+def unpickled(data: bytes) -> Any:
+    """Return what a pickle of a torch file holds: tensors on the meta device, and `Sharded`.
 
     Raises:
         DamagedFile: It is damaged, or asks for a name that is not listed.
         CheckpointUnreadable: This machine is short of memory.
     """
-    if not is_modest(data):
-        raise DamagedFile("asks for more memory or time than goes with its size")
+    if not data.startswith(b"\x80\x02"):
+        protocol = str(data[1]) if data[:1] == b"\x80" and len(data) > 1 else "0 or 1"
+        raise DamagedFile(f"holds a pickle of protocol {protocol}, where torch.save writes protocol 2")
     try:
-        return _Unpickler(data, extra or {}).load()
+        _refuse_strange(names_in(data))
+        unpickler: Any = Unpickler(io.BytesIO(data), encoding="utf-8")
+        unpickler.persistent_load = _storage
+        with _ours_alone():
+            return unpickler.load()
     except DamagedFile:
         raise
+    except Immodest as error:
+        raise DamagedFile(str(error)) from None
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
         if is_out_of_memory(error):
             raise no_memory_for("a file's list of tensors", len(data)) from error

@@ -13,37 +13,27 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from holdfast.features.rescue.reading.parts import joined_tensor, opened_file
-from holdfast.features.rescue.reading.pickles import StoredView
-from holdfast.features.rescue.reading.rank_order import is_one_optimizer, note_copies, note_untold_order
+from holdfast.features.rescue.reading.parts import opened_file
 from holdfast.features.rescue.reading.record import (
     DamagedFile,
     ForeignCheckpoint,
     Position,
-    StoredGroup,
-    StoredTensor,
     UnreadableForeign,
     counted,
     refuse_outside,
 )
+from holdfast.features.rescue.reading.state_dicts import Rank, add_optimizer, add_weights
 from holdfast.features.rescue.reading.torch_file import TorchFile
-from holdfast.features.rescue.reading.unnamed_states import NumberedStates, named_states
 from holdfast.files import MOST_TEXT_BYTES, read_bytes, read_json
 
 RANK_FILE = re.compile(r"^(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt$")
 STEP_FOLDER = re.compile(r"^global_step_(\d{1,15})$")
 TRACKER_FILES = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
 _LOADERS = ("data.pt", "dataloader.pt")
-
-Rank = tuple[TorchFile, Any]
-"""One rank's file, and what its pickle holds."""
 
 
 def is_rank_folder(names: set[str]) -> bool:
@@ -102,20 +92,19 @@ def read_rank_files(actor: Path) -> ForeignCheckpoint:
     step = STEP_FOLDER.match(actor.parent.name) or STEP_FOLDER.match(actor.name)
     checkpoint.step = int(step[1]) if step else None
     described = actor / "huggingface"
-    checkpoint.model_files = described if (described / "config.json").is_file() else None
-    try:
+    with checkpoint.naming(described.name):
         refuse_outside(described, actor)
-    except DamagedFile as error:
-        checkpoint.model_files = None
-        checkpoint.add("damage", f"{described.name} {error}")
+        checkpoint.model_files = described if (described / "config.json").is_file() else None
     _check_config(checkpoint, config, world)
     models = _opened(checkpoint, files["model"], world, "model")
-    if models is not None:
-        _add_weights(checkpoint, models)
     optimizers = _opened(checkpoint, files["optim"], world, "optim") if files["optim"] else None
     checkpoint.has_optimizer = bool(files["optim"])
-    if optimizers is not None:
-        _add_optimizer(checkpoint, optimizers)
+    with checkpoint.naming(""):
+        if models is not None:
+            add_weights(checkpoint, models)
+    with checkpoint.naming(""):
+        if optimizers is not None:
+            add_optimizer(checkpoint, optimizers)
     _add_rest(checkpoint, files["extra_state"], world)
     _add_position(checkpoint, actor)
     return checkpoint
@@ -167,10 +156,8 @@ def _opened(checkpoint: ForeignCheckpoint, files: Mapping[int, Path], world: int
         checkpoint.add("damage", f"{files[extra[0]].name} is of a rank beyond its own world size")
     opened: list[Rank] = []
     for rank in sorted(files):
-        try:
+        with checkpoint.naming(files[rank].name):
             opened.append(_of_its_rank(opened_file(checkpoint, files[rank])))
-        except (DamagedFile, OSError) as error:
-            checkpoint.add("damage", f"{files[rank].name} {error}")
     return opened if len(opened) == world and not extra else None
 
 
@@ -183,138 +170,6 @@ def _of_its_rank(file: TorchFile) -> Rank:
     if file.written_as != file.path.stem and RANK_FILE.match(f"{file.written_as}.pt"):
         raise DamagedFile(f"was written as {file.written_as}.pt: it lies in the place of another rank's file")
     return file, file.value()
-
-
-def _guarded(checkpoint: ForeignCheckpoint, label: str, make: Callable[[], StoredTensor]) -> StoredTensor | None:
-    """Return what is made; None where it cannot be, which is noted as damage of what it is."""
-    try:
-        return make()
-    except DamagedFile as error:
-        checkpoint.add("damage", f"{label} {error}")
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        checkpoint.add("damage", f"{label} is no tensor that such a file holds ({type(error).__name__}: {error})")
-    return None
-
-
-def _add_weights(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
-    states = [state for _, state in ranks]
-    if not all(isinstance(state, dict) for state in states):
-        checkpoint.add("damage", "a model file holds no state of a model")
-        return
-    _add_states_of_model(checkpoint, [file for file, _ in ranks], states)
-
-
-def _add_states_of_model(
-    checkpoint: ForeignCheckpoint, files: Sequence[TorchFile], states: Sequence[Mapping[Any, Any]]
-) -> None:
-    note_untold_order(checkpoint, "weights", files, chain.from_iterable(state.values() for state in states))
-    names = list(states[0])
-    for rank, state in enumerate(states):
-        if odd := sorted(set(map(str, names)) ^ set(map(str, state))):
-            checkpoint.add("damage", f"rank {rank} holds other weights than rank 0: {', '.join(odd[:3])}")
-            return
-    storages: dict[Any, str] = {}
-    for name in names:
-        values = [(file, state[name]) for file, state in zip(files, states, strict=True)]
-        local = getattr(values[0][1], "local", values[0][1])
-        if isinstance(local, StoredView) and 0 not in local.shape:
-            first = storages.setdefault((local.storage, local.offset, local.shape), str(name))
-            if first != name:
-                checkpoint.tied_away[str(name)] = first
-        tensor = _guarded(checkpoint, f"{name}", lambda values=values: joined_tensor(values))  # type: ignore[misc]
-        if tensor is not None:
-            checkpoint.weights[str(name)] = tensor
-
-
-def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
-    states = _states_of(checkpoint, ranks)
-    files = [file for file, _ in ranks]
-    if states is None or not is_one_optimizer(checkpoint, files, [content for _, content in ranks]):
-        return
-    _add_states(checkpoint, files, states, ranks[0][1]["param_groups"])
-
-
-def _add_states(
-    checkpoint: ForeignCheckpoint,
-    files: Sequence[TorchFile],
-    states: Sequence[Mapping[Any, Any]],
-    groups: Sequence[Any],
-) -> None:
-    keys = list(dict.fromkeys(key for state in states for key in state))
-    empty = _without_state(checkpoint, states, keys)
-    note_copies(checkpoint, files)
-    if all(isinstance(key, str) for key in keys) and keys:
-        _add_named(checkpoint, files, states, [key for key in keys if key not in empty])
-        checkpoint.groups = [_group(group, str) for group in groups]
-    else:
-        numbered = NumberedStates(checkpoint, files, states, groups)
-        states_and_groups = named_states(numbered)
-        if states_and_groups is not None:
-            checkpoint.states, checkpoint.groups = states_and_groups
-    _note_dtypes_in_groups(checkpoint, groups)
-
-
-def _without_state(
-    checkpoint: ForeignCheckpoint, states: Sequence[Mapping[Any, Any]], keys: Sequence[Any]
-) -> list[Any]:
-    """Return the keys whose entry is empty on every rank, which is noted."""
-    empty = [key for key in keys if all(not state.get(key) for state in states)]
-    if empty:
-        checkpoint.add(
-            "repair",
-            f"{len(empty)} empty entries in the optimizer's state, left by code that indexed it, are dropped (report "
-            "000): their parameters have no state",
-        )
-    return empty
-
-
-def _states_of(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> list[Mapping[Any, Any]] | None:
-    """Return the states of every rank's optimizer; None where one is none, which is noted."""
-    states: list[Mapping[Any, Any]] = []
-    for file, content in ranks:
-        match content:
-            case {"state": dict() as state, "param_groups": list()}:
-                states.append(state)
-            case _:
-                checkpoint.add("damage", f"{file.path.name} holds no state of an optimizer")
-                return None
-    return states
-
-
-def _add_named(
-    checkpoint: ForeignCheckpoint, files: Sequence[TorchFile], states: Sequence[Mapping[Any, Any]], names: Sequence[str]
-) -> None:
-    slots_of_ranks = chain.from_iterable(state.values() for state in states)
-    note_untold_order(checkpoint, "optimizer", files, chain.from_iterable(slots.values() for slots in slots_of_ranks))
-    for name in names:
-        slots = list(dict.fromkeys(slot for state in states for slot in state.get(name, {})))
-        for slot in slots:
-            shards = [
-                (file, state[name][slot])
-                for file, state in zip(files, states, strict=True)
-                if slot in state.get(name, {})
-            ]
-            tensor = _guarded(checkpoint, f"{slot} of {name}", lambda shards=shards: joined_tensor(shards))  # type: ignore[misc]
-            if tensor is not None:
-                checkpoint.states.setdefault(name, {})[str(slot)] = tensor
-
-
-def _group(group: Mapping[str, Any], name: Callable[[Any], str | None]) -> StoredGroup:
-    names = (name(parameter) for parameter in group["params"])
-    return StoredGroup(
-        tuple(parameter for parameter in names if parameter is not None),
-        {key: value for key, value in group.items() if key != "params"},
-    )
-
-
-def _note_dtypes_in_groups(checkpoint: ForeignCheckpoint, groups: Sequence[Mapping[str, Any]]) -> None:
-    keys = sorted({key for group in groups for key, value in group.items() if isinstance(value, torch.dtype)})
-    if keys:
-        checkpoint.add(
-            "repair",
-            f"the param groups hold a torch.dtype ({', '.join(keys)}), of which torch's own gathering of a state fails "
-            "(report 001); it is read as it is",
-        )
 
 
 def _add_rest(checkpoint: ForeignCheckpoint, files: Mapping[int, Path], world: int) -> None:
@@ -356,11 +211,8 @@ def _add_position(checkpoint: ForeignCheckpoint, actor: Path) -> None:
     if path.stat().st_size > MOST_TEXT_BYTES:
         checkpoint.add("damage", f"{path.name} is larger than any state of a loader")
         return
-    try:
-        content = opened_file(checkpoint, path, within=path.parent).value()
-        checkpoint.position = position_of(content)
-    except (DamagedFile, OSError) as error:
-        checkpoint.add("damage", f"{path.name} {error}")
+    with checkpoint.naming(path.name):
+        checkpoint.position = position_of(opened_file(checkpoint, path, within=path.parent).value())
 
 
 def position_of(loader: Any) -> Position | None:

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.features.rescue.reading.pickles import Sharded, StoredView
+from holdfast.features.rescue.reading.pickles import Sharded, is_plain
 from holdfast.features.rescue.reading.record import ForeignCheckpoint, StateKind, plain_settings
 from holdfast.features.rescue.reading.torch_file import TorchFile
 
@@ -71,12 +71,10 @@ def refuse_untold_order(checkpoint: ForeignCheckpoint, *contents: StateKind) -> 
 
 
 def _is_unplaced(value: Any, contents: StateKind) -> bool:
-    match value:
-        case StoredView():  # a weight that every rank has whole is compared with that of the others
-            return contents == "optimizer" and math.prod(value.shape) > 1
-        case Sharded(offsets=None, coordinate=()):
-            return value.dim is not None
-    return False
+    if is_plain(value):  # a weight that every rank has whole is compared with that of the others
+        return contents == "optimizer" and math.prod(value.shape) > 1
+    is_told = not isinstance(value, Sharded) or value.offsets is not None or value.coordinate
+    return not is_told and value.cut_dim is not None
 
 
 WrappedUnit = Sequence[tuple[int, Sequence[int] | None]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -107,13 +108,26 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """Return the whole tensor; pieces are read into their place in it."""
+        """Return the whole tensor; pieces are read into their place in it, and compared with their copies.
+
+        Raises:
+            DamagedFile: A piece is damaged, or a copy of it has other numbers.
+        """
         file = self.pieces[0].file if self.pieces else "the checkpoint"
         tensor = new_memory(file, (math.prod(self.shape),) if self.flat else self.shape, self.dtype)
         for piece in self.pieces:
             ranges = zip(piece.offsets, piece.sizes, strict=True)
-            piece.fill(tensor[tuple(slice(start, start + size) for start, size in ranges)])
+            part = tensor[tuple(slice(start, start + size) for start, size in ranges)]
+            piece.fill(part)
+            for copy in self.copies_of(piece):
+                if not torch.equal(copy.read(), part):
+                    raise DamagedFile(f"{piece.file} has other numbers than {copy.file}: copies on two ranks diverged")
         return tensor.reshape(self.shape)
+
+    def copies_of(self, piece: TensorPiece) -> Iterator[TensorPiece]:
+        """Yield the copies of a piece on other ranks."""
+        if 0 not in piece.sizes:
+            yield from (copy for copy in self.copies if (copy.offsets, copy.sizes) == (piece.offsets, piece.sizes))
 
     def gap(self) -> str | None:
         """Return in words what the pieces leave out or hold twice; None if they tile the tensor."""
@@ -243,6 +257,14 @@ class ForeignCheckpoint:
     def add(self, kind: FindingKind, *texts: str, there: bool = True) -> None:
         """Note findings."""
         self.findings += [ForeignFinding(kind, text.removesuffix("."), there) for text in texts]
+
+    @contextmanager
+    def naming(self, label: str) -> Iterator[None]:
+        """Note damage of what is read meanwhile under a label: a file, or a tensor."""
+        try:
+            yield
+        except (DamagedFile, OSError) as error:
+            self.add("damage", f"{label} {error}".strip())
 
     def add_weight(self, name: str, tensor: StoredTensor, source: str) -> None:
         """Add a weight; a second one of its name is damage, of which the first is told.

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from torch import Tensor
 
 from holdfast.checkpoint.place.memory import new_memory
-from holdfast.features.rescue.reading.pickles import StoredView, unpickled
+from holdfast.features.rescue.reading.pickles import storage_of, unpickled
 from holdfast.features.rescue.reading.record import DamagedFile
 from holdfast.files import file_kind, open_regular
 
@@ -28,13 +27,6 @@ _SCALAR = 16
 """A storage of so few bytes may be a step counter, which every rank has alike."""
 _LOCAL_HEADER = 30
 """Bytes of a member's header before its name, in the zip format."""
-
-
-class _Member(NamedTuple):
-    header: int
-    size: int
-    checksum: int
-    """CRC-32; 0 where torch was told to leave it out."""
 
 
 class TorchFile:
@@ -71,8 +63,8 @@ class TorchFile:
         if len(names) != 1:
             raise DamagedFile("is no file of torch.save: there is no data.pkl in it")
         self._prefix = names[0].removesuffix("data.pkl")
-        self.has_checksums = any(member.checksum for member in self._members.values())
-        order = self._bytes(f"{self._prefix}byteorder") if f"{self._prefix}byteorder" in self._members else b"little"
+        self.has_checksums = any(entry.CRC for entry in self._members.values())
+        order = self._bytes("byteorder") if f"{self._prefix}byteorder" in self._members else b"little"
         if order != b"little":
             raise DamagedFile(f"holds numbers in {order!r} byte order")
 
@@ -81,7 +73,7 @@ class TorchFile:
         """The name without its ending that torch.save was given; `archive` where it was given an open file."""
         return self._prefix.removesuffix("/")
 
-    def _listed(self, file: IO[bytes]) -> dict[str, _Member]:
+    def _listed(self, file: IO[bytes]) -> dict[str, zipfile.ZipInfo]:
         if self._length == 0:
             raise DamagedFile("is empty")
         try:
@@ -95,7 +87,7 @@ class TorchFile:
             raise DamagedFile("holds compressed members, which torch never writes")
         if sum(entry.file_size for entry in entries) > self._length:
             raise DamagedFile("claims to hold more bytes than it has")
-        members = {entry.filename: _Member(entry.header_offset, entry.file_size, entry.CRC) for entry in entries}
+        members = {entry.filename: entry for entry in entries}
         if len(members) != len(entries):
             raise DamagedFile("holds two members of one name")
         return members
@@ -111,112 +103,90 @@ class TorchFile:
             return "is in torch's format from before 1.6, or a pickle; load it with torch and save it again"
         return "is no file of torch.save"
 
+    def _entry(self, name: str) -> zipfile.ZipInfo:
+        entry = self._members.get(self._prefix + name)
+        if entry is None:
+            raise DamagedFile(f"lacks {self._prefix}{name}, the numbers of a tensor")
+        return entry
+
     def _bytes(self, name: str) -> bytes:
-        begin, size = self._member_range(name)
-        with open_regular(self.path) as file:
-            file.seek(begin)
-            data = file.read(size)
-        if len(data) != size:
-            raise DamagedFile(f"is cut short in {name}")
-        if self.has_checksums and zlib.crc32(data) != self._members[name].checksum:
+        data = bytearray(self._entry(name).file_size)
+        if self._checksum(name, 0, [memoryview(data)]) != self._entry(name).CRC and self.has_checksums:
             raise DamagedFile(f"is damaged: the checksum of {name} does not fit")
-        return data
+        return bytes(data)
 
-    def _member_range(self, name: str) -> tuple[int, int]:
-        """Return where in the file a member's bytes begin, and how many there are."""
-        member = self._members.get(name)
-        if member is None:
-            raise DamagedFile(f"lacks {name}, the numbers of a tensor")
-        begin = self._begin + member.header
-        with open_regular(self.path) as file:
-            file.seek(begin)
-            header = file.read(_LOCAL_HEADER)
-        if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
-            raise DamagedFile(f"is damaged where {name} begins")
-        start = (
-            begin + _LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        )
-        if start + member.size > self._begin + self._length:
-            raise DamagedFile(f"is cut short in {name}")
-        return start, member.size
-
-    def value(self, extra: Mapping[str, Any] | None = None) -> Any:
-        """Return what the pickle holds, tensors as `StoredView`.
+    def value(self) -> Any:
+        """Return what the pickle holds, tensors on the meta device.
 
         Raises:
             DamagedFile: As `pickles.unpickled`.
         """
-        name = f"{self._prefix}data.pkl"
-        if self._members[name].size > _MOST_PICKLE:
-            raise DamagedFile(
-                f"claims a pickle of {self._members[name].size:,} bytes, larger than any of tensors' names"
-            )
-        return unpickled(self._bytes(name), extra)
+        size = self._entry("data.pkl").file_size
+        if size > _MOST_PICKLE:
+            raise DamagedFile(f"claims a pickle of {size:,} bytes, larger than any of tensors' names")
+        return unpickled(self._bytes("data.pkl"))
 
     def fingerprint(self) -> tuple[tuple[str, int, int], ...] | None:
         """Return the sizes and checksums of all members; None where torch left checksums out, or nothing is stored."""
-        numbers = [member for name, member in self._members.items() if "/data/" in name]
-        if not any(member.size > _SCALAR and member.checksum for member in numbers):
+        entries = {
+            name.removeprefix(self._prefix): (entry.file_size, entry.CRC) for name, entry in self._members.items()
+        }
+        if not any(size > _SCALAR and crc for name, (size, crc) in entries.items() if name.startswith("data/")):
             return None
-        entries = (
-            (name.removeprefix(self._prefix), entry.size, entry.checksum) for name, entry in self._members.items()
-        )
-        return tuple(sorted(entries))
+        return tuple(sorted((name, *marks) for name, marks in entries.items()))
 
-    def check(self, view: StoredView) -> None:
+    def check(self, tensor: Tensor) -> None:
         """Compare the size of a storage with what its tensor needs; nothing is read.
 
         Raises:
             DamagedFile: It is missing or has another size.
         """
-        name = f"{self._prefix}data/{view.storage}"
-        member = self._members.get(name)
-        if member is None:
-            raise DamagedFile(f"lacks {name}, the numbers of a tensor")
-        if member.size < view.count * view.dtype.itemsize:
-            raise DamagedFile(
-                f"holds {member.size} bytes in {name}, where {view.count * view.dtype.itemsize} are meant"
-            )
+        name = f"data/{storage_of(tensor)}"
+        size, needed = self._entry(name).file_size, tensor.untyped_storage().nbytes()
+        if size < needed:
+            raise DamagedFile(f"holds {size} bytes in {self._prefix}{name}, where {needed} are meant")
 
-    def fill(self, view: StoredView, target: Tensor) -> None:
+    def fill(self, tensor: Tensor, target: Tensor) -> None:
         """Read a tensor's numbers into memory that is there, and compare its storage with the archive's checksum.
 
         Args:
-            view: The tensor.
+            tensor: As `value` returns it.
             target: Of its shape and dtype.
 
         Raises:
             DamagedFile: The file lacks them, they are another tensor's, or they are damaged.
         """
-        self.check(view)
-        if tuple(target.shape) != view.shape or target.dtype != view.dtype:
-            raise DamagedFile(f"holds {list(view.shape)} {view.dtype} in the place of {list(target.shape)} "
+        self.check(tensor)
+        if (target.shape, target.dtype) != (tensor.shape, tensor.dtype):
+            raise DamagedFile(f"holds {list(tensor.shape)} {tensor.dtype} in the place of {list(target.shape)} "
                               f"{target.dtype}")  # fmt: skip
-        if 0 in view.shape:
+        if 0 in tensor.shape:
             return
-        span = sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True)) + 1
-        if span == math.prod(view.shape) and _is_row_major(view) and target.is_contiguous():
-            self._read(view, _memory_of(target))
+        if tensor.is_contiguous() and target.is_contiguous():
+            self._read(tensor, _memory_of(target))
             return
-        flat = new_memory(str(self.path), (span,), view.dtype)
-        self._read(view, _memory_of(flat))
-        target.copy_(flat.as_strided(view.shape, view.strides))
+        span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        flat = new_memory(str(self.path), (span,), tensor.dtype)
+        self._read(tensor, _memory_of(flat))
+        target.copy_(flat.as_strided(tensor.shape, tensor.stride()))
 
-    def _read(self, view: StoredView, target: memoryview) -> None:
+    def _read(self, tensor: Tensor, target: memoryview) -> None:
         """Read the bytes from a tensor's first to its last element, block by block while they are in the cache.
 
         A checksum is of all of a storage. What stands around the tensor is read along with it where it is no more than
         the tensor, as the padding of FSDP2 is; of a storage that many tensors share, all is read once before the first.
         """
-        begin, size = self._member_range(f"{self._prefix}data/{view.storage}")
-        start = view.offset * view.dtype.itemsize
+        name, start = f"data/{storage_of(tensor)}", int(tensor.storage_offset()) * tensor.element_size()
+        size = self._entry(name).file_size
         trailing = size - start - len(target)
+        if trailing < 0:
+            raise DamagedFile("holds a tensor that goes beyond its storage")
         if size <= 2 * len(target):
-            self._compare(view.storage, begin, chain(_scratch(start), _blocks(target), _scratch(trailing)), target)
+            self._compare(name, chain(_scratch(start), _blocks(target), _scratch(trailing)), target)
             return
-        if view.storage not in self._compared:
-            self._compare(view.storage, begin, _scratch(size))
-        self._checksum(view.storage, begin + start, _blocks(target))
+        if name not in self._compared:
+            self._compare(name, _scratch(size))
+        self._checksum(name, start, _blocks(target))
 
     def compare_rest(self) -> None:
         """Compare the storages that no tensor was read from.
@@ -224,31 +194,32 @@ class TorchFile:
         Raises:
             DamagedFile: One of them does not fit its checksum.
         """
-        begin = f"{self._prefix}data/"
-        for name in self._members:
-            storage = name.removeprefix(begin)
-            if name.startswith(begin) and storage not in self._compared:
-                self._compare(storage, self._member_range(name)[0], _scratch(self._members[name].size))
+        for member, entry in self._members.items():
+            name = member.removeprefix(self._prefix)
+            if name.startswith("data/") and name not in self._compared:
+                self._compare(name, _scratch(entry.file_size))
 
-    def _compare(
-        self, storage: str, begin: int, blocks: Iterable[memoryview], target: memoryview | None = None
-    ) -> None:
+    def _compare(self, name: str, blocks: Iterable[memoryview], target: memoryview | None = None) -> None:
         """Read all of a storage into blocks and compare it with the archive's checksum."""
-        checksum = self._checksum(storage, begin, blocks)
-        if self.has_checksums and checksum != self._members[f"{self._prefix}data/{storage}"].checksum:
+        if self._checksum(name, 0, blocks) != self._entry(name).CRC and self.has_checksums:
             is_empty = target is not None and not np.frombuffer(target, np.uint8).any()
-            empty = " and only zeros are there" if is_empty else ""
+            storage, empty = name.removeprefix("data/"), " and only zeros are there" if is_empty else ""
             raise DamagedFile(f"is damaged: the checksum of storage {storage} does not fit{empty}")
-        self._compared.add(storage)
+        self._compared.add(name)
 
-    def _checksum(self, storage: str, begin: int, blocks: Iterable[memoryview]) -> int:
-        """Fill blocks with the bytes from a position on; return their CRC-32."""
-        checksum = 0
+    def _checksum(self, name: str, start: int, blocks: Iterable[memoryview]) -> int:
+        """Fill blocks with the bytes of a member from a position on; return their CRC-32."""
+        checksum, header = 0, self._begin + self._entry(name).header_offset
         with open_regular(self.path) as file:
-            file.seek(begin)
+            file.seek(header)
+            local = file.read(_LOCAL_HEADER)
+            if len(local) < _LOCAL_HEADER or not local.startswith(b"PK\x03\x04"):
+                raise DamagedFile(f"is damaged where {name} begins")
+            names = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+            file.seek(header + _LOCAL_HEADER + names + start)
             for block in blocks:
                 if file.readinto(block) != len(block):
-                    raise DamagedFile(f"is cut short in the numbers of storage {storage}")
+                    raise DamagedFile(f"is cut short in {name}")
                 checksum = zlib.crc32(block, checksum)
         return checksum
 
@@ -270,15 +241,6 @@ def _memory_of(tensor: Tensor) -> memoryview:
     """
     count = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B")
-
-
-def _is_row_major(view: StoredView) -> bool:
-    step = 1
-    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 class _FileWindow:

@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from torch import Tensor
+
 from holdfast.features.rescue.reading.parameter_names import decayed_parameters, ordered_parameters
 from holdfast.features.rescue.reading.parts import joined_tensor, stored_piece
-from holdfast.features.rescue.reading.pickles import Sharded, StoredView
+from holdfast.features.rescue.reading.pickles import is_plain
 from holdfast.features.rescue.reading.rank_order import misplaced_files, note_untold_order
 from holdfast.features.rescue.reading.record import (
     TRAINER,
@@ -148,7 +150,7 @@ def _has_shapes_of_weights(numbered: NumberedStates, names: Mapping[Any, str]) -
         for state in numbered.states
         for number, slots in state.items()
         for view in slots.values()
-        if isinstance(view, StoredView)
+        if is_plain(view)
     )
 
 
@@ -181,7 +183,7 @@ def _run_lengths(numbered: NumberedStates, number: Any) -> list[int] | None:
     if slot is None:
         return None
     rank_values = [(state.get(number) or {}).get(slot) for state in numbered.states]
-    return [math.prod(value.shape) if isinstance(value, StoredView) else 0 for value in rank_values]
+    return [math.prod(value.shape) if is_plain(value) else 0 for value in rank_values]
 
 
 def _slot_values(numbered: NumberedStates, number: Any) -> Iterator[tuple[Any, Any]]:
@@ -212,9 +214,9 @@ def _of_parameters(numbered: NumberedStates, names: Mapping[Any, str]) -> States
         for slot in _slots(numbered.states, number):
             holders = _holders(numbered, number, slot)
             first = holders[0][1]
-            if not any(isinstance(value, StoredView | Sharded) for _, value in holders):
+            if not any(isinstance(value, Tensor) for _, value in holders):
                 continue  # a number that some optimizers keep, of which nothing here can go on
-            if not isinstance(first, StoredView) or len(first.shape) != 1:
+            if not is_plain(first) or len(first.shape) != 1:
                 tensor = joined_tensor(holders)
             else:
                 tensor = _of_runs(numbered.checkpoint.weights[name].shape, holders, f"{slot} of {name}")
@@ -234,11 +236,11 @@ def _of_runs(shape: tuple[int, ...], holders: Sequence[tuple[TorchFile, Any]], l
     return StoredTensor(shape, holders[0][1].dtype, pieces, flat=True)
 
 
-def _run(file: TorchFile, view: StoredView, start: int, count: int) -> TensorPiece:
+def _run(file: TorchFile, view: Tensor, start: int, count: int) -> TensorPiece:
     """Return so many elements of a flat tensor in a file."""
-    if math.prod(view.shape) > 1 and view.strides != (1,):
+    if math.prod(view.shape) > 1 and view.stride() != (1,):
         raise DamagedFile("holds a run of a parameter whose numbers do not lie one behind another")
-    run = replace(view, offset=view.offset + start, shape=(count,))
+    run = view.as_strided((count,), (1,), view.storage_offset() + start)
     file.check(view)
     return TensorPiece((0,), (count,), view.dtype, partial(file.fill, run), file.path.name)
 
