@@ -136,7 +136,7 @@ def test_the_last_value_per_step_is_the_effective_log_after_a_kill_and_a_resume(
     run.start()
     for step in range(1, 8):
         run.step(step, loss=1 / step, **({"eval__held_out__nll": 2.0} if step == 4 else {}))
-    wait_for(lambda: list(directory.glob(THERE[kind])), 120)
+    wait_for(lambda: list(directory.glob(THERE[kind])), 300)
     for process in run.processes():
         os.killpg(process.pid, signal.SIGKILL)
     run.end()
