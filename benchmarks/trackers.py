@@ -5,7 +5,7 @@
 A step is matrix products of a length that is measured at the start. The three arms take turns step by step, in an order
 that changes, so what else the machine does falls on all alike; the processes of all trackers live all the time. The
 median ratio of neighbouring steps is by the clock; that of CPU seconds says the same without the machine's other work.
-Each arm writes metrics.jsonl of 40 numbers, and asks its trackers for news, as `Journal` does.
+Each arm writes metrics.jsonl of 40 numbers, sends them to its trackers and asks these for news, as `Journal` does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Arm:
         (folder / "run.json").write_text(json.dumps({"run_id": folder.name}))
         (folder / "versions.json").write_text("{}")
         self.lines = JsonlSink(folder / "metrics.jsonl")
-        self.trackers = Trackers(section.sinks, folder, folder)
+        self.trackers = Trackers(section, folder, folder)
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self.own_seconds: list[float] = []
@@ -52,8 +52,10 @@ class Arm:
         began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(work):
             matrix @ matrix
-        self.lines.write(step, {f"metric/{number}": step / (number + 1) for number in range(NUMBERS)})
+        numbers = {f"metric/{number}": step / (number + 1) for number in range(NUMBERS)}
+        self.lines.write(step, numbers)
         middle = time.perf_counter()
+        self.trackers.write(step, numbers)
         self.trackers.news()
         self.own_seconds.append(time.perf_counter() - middle)
         self.seconds.append(time.perf_counter() - began)

@@ -79,11 +79,11 @@ class Patience:
     """Longest wait of a rank that raises for the others to raise too, so that the last whole step can be saved."""
 
     tracker_silent_seconds: float = 60.0
-    """After which a tracker without a sign of life is named."""
+    """After which a tracker that has recorded none of the rows that wait for it is named."""
     tracker_look_seconds: float = 1.0
     """Between two looks of a run at its trackers."""
     tracker_close_seconds: float = 4.0
-    """For a tracker to send the rest when a run ends; a second of the five that this may take is left to kill it."""
+    """For a tracker to record the rest when a run ends; a second of the five that this may take is left to kill it."""
 
     exit_word_seconds: float = 5.0
     """Before a rank that has done everything names the threads that keep its process."""

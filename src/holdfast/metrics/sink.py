@@ -20,6 +20,8 @@ from holdfast.files import RegularFile, again, open_regular, parse_json, write_a
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+REWIND = "event/rewind"
+"""The metric that tells trackers at step N that rows of later steps are void: a resume makes those steps again."""
 BY_METRIC = "stop_when: "
 """Prefix of the reason in a run's last event if a metric ended it."""
 BY_OBSERVER = "stopped by an observer"
@@ -32,11 +34,17 @@ _BLOCK = 1 << 16
 class TrackerProcesses(Protocol):
     """The experiment trackers of a run, each in a process that cannot stop the run."""
 
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send a line of metrics; nothing waits for it."""
+
+    def completions(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Send the completions of a step; nothing waits for them."""
+
     def news(self) -> list[str]:
         """Return messages about the trackers since the last call."""
 
     def close(self, status: str) -> list[str]:
-        """End them; return what they could not send. The status is `finished` or `failed`."""
+        """End them; return how many rows each has lost. The status is `finished` or `failed`."""
 
 
 class JsonlSink:

@@ -19,6 +19,7 @@ from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import End, Lines, LoggedDisplay, ProgressDisplay, open_progress
 from holdfast.metrics.sink import (
     METRICS,
+    REWIND,
     SAMPLE_FOLDER,
     SAMPLE_IMAGES,
     SAMPLES,
@@ -92,9 +93,11 @@ class Journal:
             self._sample_files = SampleFiles(folder, self._first_step)
         self._metrics = JsonlSink(training.run.directory / METRICS, training.model.state.step)
         run = training.run
-        trackers = run.config.metrics.sinks
-        if trackers and not run.config.dry_run:  # which leaves nothing anywhere
-            self._trackers = registry.load(registry.TRACKERS)(trackers, run.directory, run.base)
+        if run.config.metrics.sinks and not run.config.dry_run:  # which leaves nothing anywhere
+            trackers: TrackerProcesses = registry.load(registry.TRACKERS)(run.config.metrics, run.directory, run.base)
+            if self._metrics.had_lines:
+                trackers.write(self._first_step, {REWIND: float(self._first_step)})
+            self._trackers = trackers
 
     def _logged(self, screen: ProgressDisplay) -> ProgressDisplay:
         """Return a display whose steps stand in logs/rank-0.log, also where the screen shows none as lines."""
@@ -213,6 +216,8 @@ class Journal:
     def _write(self, step: int, line: Mapping[str, float]) -> None:
         if self._metrics is not None:
             self._metrics.write(step, line)
+        if self._trackers is not None:
+            self._trackers.write(step, line)
 
     def _warn(self, step: int, line: Mapping[str, float], alarms: Mapping[str, str]) -> None:
         """Print the alarms of a step and append them to events.jsonl."""
@@ -258,6 +263,8 @@ class Journal:
     def _write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write the completions of a step as the configuration says, and the images of their prompts."""
         run = self._training.run
+        if self._trackers is not None:
+            self._trackers.completions(samples)
         write_sample_images(run.directory / SAMPLE_IMAGES, run.log.sample_images)
         if self._training.run.config.metrics.samples == "parquet":
             if self._sample_files is None:

@@ -13,7 +13,7 @@ from holdfast.cli.commands.train import train_run
 from holdfast.errors import ConfigError
 from holdfast.features.forensics.mismatch import CAUSES
 from holdfast.features.forensics.proving import explain, replay
-from holdfast.features.forensics.recorder import record_path
+from holdfast.features.forensics.record_files import record_path
 from tests.features.vllm.served import AHEAD, ServedModel, served_tree, serving
 from tests.features.vllm.test_served_runs import run
 
@@ -144,7 +144,7 @@ def test_a_step_of_which_no_group_was_trained_is_told(tmp_path: Path) -> None:
     tree["rollout"] |= {"engine": "auto", "record": True}
     run(tmp_path, tree)
 
-    with pytest.raises(ConfigError, match=r"step-00000001.jsonl.gz has no completion .* or choose another --step"):
+    with pytest.raises(ConfigError, match=r"The record of step 1 has no completion .* or choose another --step"):
         explain(tmp_path / "r", 1)
     assert replay(tmp_path / "r", 1) == 0  # it is made again all the same
 

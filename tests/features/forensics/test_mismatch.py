@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.features.forensics.mismatch import Fit, at_temperature, causes, fits, fits_without, verdict
+from holdfast.features.forensics.mismatch import Fit, at_temperature, causes, fits, fits_without, trainer, verdict
 from holdfast.features.forensics.other_engines import fits_elsewhere, plain_copy
 from holdfast.models.layers.attention import cache_argument, cache_of
 from holdfast.models.layers.routers import routers_of
@@ -41,10 +41,11 @@ def warmer(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: fl
     return eager_attention_forward(module, query, key, value, mask, scaling=0.9 * scaling, **more)
 
 
-def policy(tmp_path: Path, world: Any, model: dict[str, Any]) -> Model:
+def policy(tmp_path: Path, world: Any, model: dict[str, Any], head: str = "model", dtype: str = "auto") -> Model:
     """Build a policy."""
     tree = served_tree(["http://127.0.0.1:9"], str(tmp_path))
-    tree["model"]["config"] = model
+    tree["model"] |= {"config": model, "head": {"dtype": head}}
+    tree["parallel"] = {"compute_dtype": dtype}
     config = from_mapping(tree, GRPOConfig)
     return build_model(Run.of(config, tmp_path, world), Live(), lambda _: None)
 
@@ -114,6 +115,17 @@ def test_nothing_is_named_for_a_clean_pair(tmp_path: Path, world: Any) -> None:
     words, _ = told_of(model, groups(lambda tokens, size: whole(engine, tokens, size)), plain_copy(model))
 
     assert words.startswith("nothing to explain")
+
+
+@pytest.mark.parametrize(("head", "rounded"), [("model", True), ("float32", False)])
+def test_logits_are_rounded_as_the_head_is_told(tmp_path: Path, world: Any, head: str, rounded: bool) -> None:
+    model = policy(tmp_path, world, MODEL, head, "bfloat16")
+
+    with torch.no_grad():
+        logits = trainer(model)(torch.arange(4, 52), 40)
+
+    assert logits.shape == (8, 64)
+    assert bool((logits.bfloat16().float() == logits).all()) == rounded
 
 
 def test_keys_and_values_of_older_weights_are_named(tmp_path: Path, world: Any) -> None:

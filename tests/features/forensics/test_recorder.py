@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from rich.cells import cell_len
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import as_plain
+from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.features.forensics.mismatch import completions_of
+from holdfast.features.forensics.record_files import record_path
 from holdfast.features.forensics.recorded import RecordedEngine
-from holdfast.features.forensics.recorder import group_line, read_record, record_path
-from holdfast.features.forensics.replay import replay_step
-from holdfast.parallel.mesh import World
+from holdfast.features.forensics.recorder import group_line, read_record
 from holdfast.training.policy.build import unreplayable_steps
 from holdfast.training.policy.samples import SampleRow, sample_table
 from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
@@ -227,20 +230,30 @@ def test_what_was_observed_in_an_episode_is_not_compared_with_an_engine() -> Non
     assert [np.isnan(logprobs).tolist() for *_, logprobs in compared] == [[False, False, True], [True, False]]
 
 
-def make_again(world: World, tree: dict[str, Any], directory: str) -> None:
-    replay_step(from_mapping(tree, GRPOConfig), Path(directory), 3, world)
-
-
-def test_a_checkpoint_that_was_not_kept_is_missed_before_a_model_is_built(pools: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_not_kept_is_missed_before_anything_that_builds_models_is_imported(
+    tmp_path: Path,
+) -> None:
     path = record_path(tmp_path, 3)
     path.parent.mkdir()
     path.write_bytes(gzip.compress((json.dumps(HEAD | {"step": 3}) + "\n" + json.dumps(GROUP) + "\n").encode()))
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    model = {"path": str(tmp_path / "no model is here")}
+    tree = policy() | {"model": {"path": str(tmp_path / "no model is here")}}
+    (tmp_path / "config.resolved.yaml").write_text(to_yaml(as_plain(from_mapping(tree, GRPOConfig))))
+    program = f"""
+import sys
+from pathlib import Path
+from holdfast.errors import ConfigError
+from holdfast.features.forensics.proving import explain, replay
+for command in (replay, explain):
+    try:
+        command(Path({str(tmp_path)!r}), 3)
+    except ConfigError as error:
+        print(error)
+print([name for name in ("transformers", "holdfast.training.setup.begin") if name in sys.modules])
+"""
 
-    ((kind, words),) = pools(1).errors(make_again, policy() | {"model": model}, str(tmp_path))
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
-    assert kind == "ConfigError"
-    assert all(
-        word in words for word in ("checkpoint of step 2", str(tmp_path / "checkpoints"), "checkpoint.keep.every")
-    )
+    needed = "Step 3 is made again from the checkpoint of step 2, and "
+    assert said.count(f"{needed}{tmp_path / 'checkpoints'} has none.") == said.count("checkpoint.keep.every") == 2
+    assert said.splitlines()[-1] == "[]"

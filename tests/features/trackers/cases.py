@@ -17,7 +17,7 @@ import yaml
 
 from holdfast.config.sections.metrics import MetricsConfig
 from holdfast.features.trackers.client import Trackers
-from holdfast.metrics.sink import JsonlSink
+from holdfast.metrics.sink import REWIND, JsonlSink
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 VERSIONS = {"python": "3.11.4", "torch": "2.13.0"}
@@ -43,23 +43,34 @@ class WrittenRun:
 
     def start(self, to: int = 0) -> None:
         """Begin a start of the run at a step, as `Journal` does."""
-        self.lines = JsonlSink(self.directory / "metrics.jsonl")
-        self.samples = JsonlSink(self.directory / "samples.jsonl")
-        for file in (self.lines, self.samples):
-            if file.had_lines:
-                file.event({"event": "rewind", "to": to})
-        self.trackers = Trackers(self.section.sinks, self.directory, self.base)
+        self.start_nothing()
+        self.trackers = Trackers(self.section, self.directory, self.base)
+        if self.lines.had_lines:
+            self.lines.event({"event": "rewind", "to": to})
+            self.samples.event({"event": "rewind", "to": to})
+            self.trackers.write(to, {REWIND: float(to)})
 
     def start_nothing(self) -> None:
         """Begin the files alone."""
         self.lines = JsonlSink(self.directory / "metrics.jsonl")
+        self.samples = JsonlSink(self.directory / "samples.jsonl")
 
     def step(self, step: int, **metrics: float) -> None:
-        self.lines.write(step, {name.replace("__", "/"): value for name, value in metrics.items()})
+        numbers = {name.replace("__", "/"): value for name, value in metrics.items()}
+        self.lines.write(step, numbers)
+        if self.trackers is not None:
+            self.trackers.write(step, numbers)
 
-    def sample(self, step: int, prompt: str, completion: str, reward: float | None) -> None:
-        line = {"step": step, "sample_id": 1, "prompt": prompt, "completion": completion, "reward": reward}
-        self.samples.event(line)
+    def sample(self, step: int, *samples: tuple[str, str, float | None]) -> None:
+        """Write the completions of a step: prompt, completion and reward of each."""
+        lines = [
+            {"step": step, "sample_id": 1, "prompt": prompt, "completion": completion, "reward": reward}
+            for prompt, completion, reward in samples
+        ]
+        for line in lines:
+            self.samples.event(line)
+        if self.trackers is not None:
+            self.trackers.completions(lines)
 
     def end(self, status: str = "finished") -> list[str]:
         assert self.trackers is not None
@@ -68,7 +79,7 @@ class WrittenRun:
         return self.trackers.close(status)
 
     def catch_up(self, label: str) -> None:
-        """Send by hand what a tracker lacks, as long as it takes: a slow machine is no failure."""
+        """Send all by hand, as long as it takes: a run waits four seconds, which a busy machine may not meet."""
         command = [sys.executable, "-P", "-m", "holdfast.features.trackers.process", str(self.directory), label]
         subprocess.run([*command, str(self.base)], check=True, timeout=120, env=self.environment(label))
 
@@ -80,7 +91,7 @@ class WrittenRun:
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
         assert self.trackers is not None
-        return [each._process for each in self.trackers._processes if each._process is not None]
+        return [each._process for each in self.trackers._trackers if each._process is not None]
 
 
 def effective(values: Sequence[tuple[int, str, float]]) -> dict[tuple[int, str], float]:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # what l
 
 THERE = {
     "wandb": "trackers/wandb/wandb/offline-run-*/run-*.wandb",
-    "mlflow": "trackers/.mlflow.json",
+    "mlflow": "trackers/mlflow/mlflow.db",
     "trackio": "trackers/trackio/*.db",
     "swanlab": "trackers/swanlab/run-*",
 }
@@ -136,7 +136,7 @@ def test_the_last_value_per_step_is_the_effective_log_after_a_kill_and_a_resume(
     run.start()
     for step in range(1, 8):
         run.step(step, loss=1 / step, **({"eval__held_out__nll": 2.0} if step == 4 else {}))
-    wait_for(lambda: list(directory.glob(THERE[kind])), 120)
+    wait_for(lambda: list(directory.glob(THERE[kind])), 300)
     for process in run.processes():
         os.killpg(process.pid, signal.SIGKILL)
     run.end()
@@ -144,7 +144,7 @@ def test_the_last_value_per_step_is_the_effective_log_after_a_kill_and_a_resume(
     run.start(to=5)
     for step in range(6, 11):
         run.step(step, loss=3 / step)
-    run.sample(10, "What is 2 + 2?", "4", 1.0)
+    run.sample(10, ("What is 2 + 2?", "4", 1.0))
     run.end()
     run.catch_up(kind)
 
@@ -152,7 +152,7 @@ def test_the_last_value_per_step_is_the_effective_log_after_a_kill_and_a_resume(
     assert {key: value for key, value in effective(values).items() if not key[1].startswith("event/")} == pytest.approx(
         logged(directory)
     )
-    assert (5, "event/rewind", 5.0) in values
+    assert (0, "event/rewind", 0.0) in values
     everything = b"".join(text_of(directory / "trackers").values())
     assert b"What is 2 + 2?" in everything
 
@@ -185,7 +185,8 @@ def test_a_kill_while_a_library_begins_is_made_good_by_the_next_start(kind: str,
 
     run.catch_up(kind)
 
-    assert effective(READ[kind](directory)) == {(1, "loss"): 0.5}
+    values = effective(READ[kind](directory))
+    assert {key: value for key, value in values.items() if not key[1].startswith("event/")} == {(1, "loss"): 0.5}
 
 
 @pytest.mark.parametrize("kind", READ)
@@ -222,11 +223,11 @@ def test_a_tracker_that_is_local_asks_for_no_connection(kind: str, tmp_path: Pat
     run.start_nothing()
     run.step(1, loss=1.0)
     run.lines.close()
+    run.samples.close()
     command = [sys.executable, "-P", "-m", "holdfast.features.trackers.process", str(tmp_path / "r"), kind]
 
     traced(command, tmp_path / "trace", run.environment(kind))
 
-    assert (tmp_path / "r" / "trackers" / f".{kind}.json").exists()
     assert connects(tmp_path / "trace") == []
 
 

@@ -16,14 +16,13 @@ from pydantic import BaseModel
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.card import card_of
 from holdfast.cli.commands.push import outgoing_files
-from holdfast.config.base import LEFT_OUT, keys_of
+from holdfast.config.base import LEFT_OUT, keys_of, leaves
 from holdfast.config.load import from_mapping
 from holdfast.config.public import HASHED, WHOLE, public_configuration
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import as_plain
 from holdfast.config.yaml12 import parse_text, to_yaml
 from holdfast.features.report.settings import flat_public
-from holdfast.features.trackers.content import flat
 
 PLANTED = re.compile("planted[0-9a-f]{16}")
 PUBLIC = """
@@ -170,6 +169,10 @@ def test_no_secret_of_any_key_is_in_what_leaves_a_run(verb: str, seed: int, tmp_
     assert len(planter.secrets) > 30
     assert set(PLANTED.findall(json.dumps(tree))) == set(planter.secrets)
     assert {name: PLANTED.findall(text) for name, text in leaving.items()} == dict.fromkeys(leaving, [])
+
+
+def flat(values: Any) -> dict[str, Any]:
+    return dict(leaves(values, into_lists=True))
 
 
 def policy(**changes: Any) -> dict[str, Any]:

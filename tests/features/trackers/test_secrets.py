@@ -41,7 +41,7 @@ def test_no_planted_secret_reaches_a_tracker(kind: str, tmp_path: Path, monkeypa
     run = WrittenRun(tmp_path / "r", [kind], **planted())
     run.start()
     run.step(1, loss=1.0)
-    run.sample(1, "a prompt", "an answer", 1.0)
+    run.sample(1, ("a prompt", "an answer", 1.0))
     run.end()
     run.catch_up(kind)
 

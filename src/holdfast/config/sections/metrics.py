@@ -63,7 +63,7 @@ class MetricsConfig(Section):
     """What is sent to trackers; nothing else is."""
     samples: Literal["jsonl", "parquet"] = "jsonl"
     """Where completions of training steps go: `jsonl` is samples.jsonl, `parquet` a file for each such step under
-    samples/, which trackers do not read."""
+    samples/."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """`auto`: a bar on a terminal, lines elsewhere."""
     entropy: bool = False
@@ -76,8 +76,6 @@ class MetricsConfig(Section):
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield trackers that would share a folder."""
-        if self.samples == "parquet" and self.sinks and "completions" in self.track:
-            yield "samples", "trackers read samples.jsonl; use jsonl, or leave completions out of metrics.track"
         labels = [tracker.label for tracker in self.sinks]
         for index, label in enumerate(labels):
             if label in labels[:index]:

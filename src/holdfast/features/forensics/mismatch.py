@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.data.batches.packing import Share, pack, to_device
-from holdfast.models.chunks.logits import HeadWeights, logits_of
+from holdfast.models.chunks.logits import HeadWeights, factors_of, logits_of
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.support import Support
 from holdfast.training.policy.experience import samples_of
@@ -38,6 +38,9 @@ EVERY_TOKEN = Support()
 
 CauseTried = Callable[[Tensor, Tensor], Tensor]
 """From logits [C, V] and chosen tokens [C] to their log-probabilities [C]."""
+
+Way = Callable[[Tensor, int], Tensor]
+"""From [P + C] tokens and P to [C, V] logits of the completion."""
 
 
 @dataclass(frozen=True)
@@ -120,43 +123,47 @@ def best_of_each(tried: Sequence[Fit]) -> list[Fit]:
     return list(best.values())
 
 
-def fits(model: Model, groups: Sequence[Group], tried: dict[str, CauseTried]) -> list[Fit]:
+def fits(model: Model, groups: Sequence[Group], tried: Mapping[str, CauseTried]) -> list[Fit]:
     """Return how near each cause comes, on the present weights; one process."""
-    return [
-        fit_of(cause, torch.cat(differences)) for cause, differences in differences_of(model, groups, tried).items()
-    ]
+    return [fit_of(cause, differences) for cause, differences in differences_of(trainer(model), groups, tried).items()]
 
 
 @torch.no_grad()
-def differences_of(model: Model, groups: Sequence[Group], tried: dict[str, CauseTried]) -> dict[str, list[Tensor]]:
-    """Return [C] differences of each completion, by cause, on the present weights; one process."""
+def differences_of(way: Way, groups: Sequence[Group], tried: Mapping[str, CauseTried]) -> dict[str, Tensor]:
+    """Return [N] absolute differences in nats of all tokens, by cause; NaN where the engine told nothing."""
     differences: dict[str, list[Tensor]] = {cause: [] for cause in tried}
-    for prompt_size, tokens, engine_logprobs in completions_of(groups):
-        example = Example(0, 0, tokens, np.arange(tokens.size) >= prompt_size)
-        batch = pack([example], [Share(1.0, 1.0)], padded=model.module.padded)
-        logits: list[Tensor] = []
+    for size, tokens, engine_logprobs in completions_of(groups):
+        sequence, told = torch.from_numpy(tokens), torch.from_numpy(engine_logprobs).double()
+        logits = way(sequence, size)
+        for cause, logprobs_of in tried.items():
+            logprobs = logprobs_of(logits, sequence[size:].to(logits.device))
+            differences[cause].append((logprobs.cpu().double() - told).abs())
+    return {cause: torch.cat(parts) for cause, parts in differences.items()}
 
-        def look(hidden: Tensor, head: HeadWeights, into: list[Tensor] = logits) -> None:
-            into.append(logits_of(hidden, head, model.module.head_spec)[0])
+
+def trainer(model: Model) -> Way:
+    """Return how the trainer itself computes logits, the head's product in float32 where `model.head.dtype` says so."""
+
+    def logits(tokens: Tensor, size: int) -> Tensor:
+        example = Example(0, 0, tokens.numpy(), np.arange(len(tokens)) >= size)
+        batch = pack([example], [Share(1.0, 1.0)], padded=model.module.padded)
+        seen: list[Tensor] = []
+
+        def look(hidden: Tensor, head: HeadWeights) -> None:
+            spec = model.module.head_spec
+            seen.append(logits_of(*factors_of(hidden, head, spec), spec)[0])
 
         with without_dropout(model.module):
             model.module.show_predictors(to_device(batch, model.run.world.device), look)
-        sampled = torch.from_numpy(tokens[prompt_size:]).to(logits[0].device)
-        for cause, logprobs_of in tried.items():
-            differences[cause].append(apart(logprobs_of(logits[0], sampled), engine_logprobs))
-    return differences
+        return seen[0]
 
-
-def apart(logprobs: Tensor, engine_logprobs: np.ndarray) -> Tensor:
-    """Return [C] absolute differences in nats, NaN where the engine told nothing."""
-    return (logprobs.cpu().double() - torch.from_numpy(engine_logprobs).double()).abs()
+    return logits
 
 
 def fits_without(model: Model, groups: Sequence[Group], logprobs_of: CauseTried) -> list[Fit]:
     """Return how near trainer and engine are without the tokens that a cause would spoil, where it would spoil some."""
-    cause = "as it was"
     tokenizer: Any = model.blueprint.tokenizer
-    differences = torch.cat(differences_of(model, groups, {cause: logprobs_of})[cause])
+    (differences,) = differences_of(trainer(model), groups, {"as it was": logprobs_of}).values()
     ends, cut_otherwise = [], []
     for size, trajectory in _chosen(groups):
         sampled = trajectory.tokens[size:].tolist()

@@ -7,7 +7,7 @@ change by the rounding of bfloat16 are near a tie, and another engine may send t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from torch import Tensor
 from holdfast.features.forensics.mismatch import (
     CauseTried,
     Fit,
-    apart,
+    Way,
     completions_of,
+    differences_of,
     fit_of,
     fits_on_the_rest,
 )
@@ -30,9 +31,6 @@ from holdfast.types import Group
 _KERNELS = ("eager", "sdpa", "flash_attention_2")
 _BLOCKS = (1, 16, 128)
 """Tokens of a cache's block; only whole blocks of a prompt are in it."""
-
-_Logits = Callable[[Tensor, int], Tensor]
-"""From [P + C] tokens and P to [C, V] logits of the completion."""
 
 
 def plain_copy(model: Model, dtype: torch.dtype | None = None, attention: str | None = None) -> Replica:
@@ -60,7 +58,7 @@ def fits_elsewhere(
         earlier: The policy of an earlier step, and that step in words; None where there is none.
         kernels: What transformers calls them.
     """
-    ways: dict[str, _Logits] = {}
+    ways: dict[str, Way] = {}
     for kernel in kernels:
         try:
             ways[f"kernel: attention by transformers' {kernel}"] = _whole(plain_copy(model, attention=kernel))
@@ -74,21 +72,16 @@ def fits_elsewhere(
             blocks = "" if block == 1 else f", whole blocks of {block} tokens"
             name = f"prefix cache: keys and values of prompts are of {earlier[1]}{blocks}"
             ways[name] = _behind_a_cache(earlier[0], present, block)
-    fits = [_fit(cause, way, groups, logprobs_of) for cause, way in ways.items()]
+    fits = []
+    for cause, way in ways.items():
+        (differences,) = differences_of(way, groups, {cause: logprobs_of}).values()
+        fits.append(fit_of(cause, differences))
     if routers_of(low.model):
         fits += _routing(groups, logprobs_of, plain_copy(model), low)
     return fits
 
 
-def _fit(cause: str, way: _Logits, groups: Sequence[Group], logprobs_of: CauseTried) -> Fit:
-    differences = []
-    for size, tokens, engine_logprobs in completions_of(groups):
-        sequence = torch.from_numpy(tokens)
-        differences.append(apart(logprobs_of(way(sequence, size), sequence[size:]), engine_logprobs))
-    return fit_of(cause, torch.cat(differences))
-
-
-def _whole(replica: Replica) -> _Logits:
+def _whole(replica: Replica) -> Way:
     def logits(tokens: Tensor, size: int) -> Tensor:
         scores: Tensor = replica.model(input_ids=tokens[None].to(replica.device), use_cache=False).logits
         return scores[0, size - 1 : -1].float().cpu()
@@ -96,7 +89,7 @@ def _whole(replica: Replica) -> _Logits:
     return logits
 
 
-def _behind_a_cache(earlier: Replica, present: Replica, block: int) -> _Logits:
+def _behind_a_cache(earlier: Replica, present: Replica, block: int) -> Way:
     """Return how a completion reads whole blocks of its prompt from a cache that older weights filled."""
 
     def logits(tokens: Tensor, size: int) -> Tensor:
@@ -112,17 +105,16 @@ def _behind_a_cache(earlier: Replica, present: Replica, block: int) -> _Logits:
 
 
 def _routing(groups: Sequence[Group], logprobs_of: CauseTried, exact: Replica, low: Replica) -> list[Fit]:
-    differences, near_ties = [], []
-    way, routers = _whole(exact), [Routers(routed.model) for routed in (exact, low)]
-    for size, tokens, engine_logprobs in completions_of(groups):
-        sequence = torch.from_numpy(tokens)
+    near_ties = []
+    replicas = {replica: Routers(replica.model) for replica in (exact, low)}
+    for size, tokens, _ in completions_of(groups):
         choices = []
-        for replica, router in zip((exact, low), routers, strict=True):
-            with router.choices() as layers:
-                replica.model(input_ids=sequence[None].to(replica.device), use_cache=False)
+        for replica, routers in replicas.items():
+            with routers.choices() as layers:
+                replica.model(input_ids=torch.from_numpy(tokens)[None].to(replica.device), use_cache=False)
             choices.append(torch.stack([layer.reshape(tokens.size, -1).sort(-1).values.cpu() for layer in layers]))
         moved = (choices[0] != choices[1]).any(-1).any(0)  # [P + C]
-        differences.append(apart(logprobs_of(way(sequence, size), sequence[size:]), engine_logprobs))
         near_ties.append(moved[size - 1 : -1])
+    (differences,) = differences_of(_whole(exact), groups, {"as it was": logprobs_of}).values()
     name = "routing: all but tokens whose experts change by rounding agree"
-    return fits_on_the_rest(torch.cat(differences), {name: torch.cat(near_ties)})
+    return fits_on_the_rest(differences, {name: torch.cat(near_ties)})

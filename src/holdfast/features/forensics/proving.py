@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.config.load import load_config
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -24,9 +24,13 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.config.yaml12 import parse_file
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.features.forensics.record_files import check_recorded, is_kept
 from holdfast.files import python_module
 from holdfast.launch.environment import inherited, resolve_ranks
-from holdfast.training.directory import events
+from holdfast.training.directory import CHECKPOINTS, events
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.place.storage import Storage
 
 PROOF_PHASES = {
     "sft": ("data", "forward_backward", "optimizer"),
@@ -255,12 +259,13 @@ def replay(directory: Path, step: int) -> int:
     Raises:
         ConfigError: The directory holds no policy's run, or not what a replay needs.
     """
-    config = _recorded_run(directory)
+    config, storage = _recorded_run(directory, step)
+    from holdfast.features.forensics.recorder import read_record
     from holdfast.features.forensics.replay import replay_step
     from holdfast.parallel.mesh import joined_world
 
     with joined_world(config.launch) as world:
-        lines, same = replay_step(config, directory, step, world)
+        lines, same = replay_step(config, storage, read_record(directory, step), world)
     for line in lines:
         print(line)
     print(f"step {step} is reproduced" if same else f"step {step} cannot be reproduced")
@@ -271,14 +276,15 @@ def explain(directory: Path, step: int) -> int:
     """Print why engine and trainer differ on a recorded step; return 0 if they do not.
 
     Raises:
-        ConfigError: As `replay`.
+        ConfigError: As `replay`; or the step has no log-probability of an engine.
     """
-    config = _recorded_run(directory)
+    config, storage = _recorded_run(directory, step)
+    from holdfast.features.forensics.recorder import read_record
     from holdfast.features.forensics.replay import explain_mismatch
     from holdfast.parallel.mesh import joined_world
 
     with joined_world(config.launch) as world:
-        explanation = explain_mismatch(config, directory, step, world)
+        explanation = explain_mismatch(config, storage, read_record(directory, step), world)
     print(f"{'mean':>9} {'largest':>9}  what is assumed of the engine")
     for fit in explanation.fits:
         print(f"{fit.mean:9.2g} {fit.largest:9.2g}  {fit.cause}")
@@ -288,12 +294,14 @@ def explain(directory: Path, step: int) -> int:
     return 0 if explanation.sentence.startswith("nothing") else 1
 
 
-def _recorded_run(directory: Path) -> GRPOConfig:
-    """Return a recorded run's configuration, for one process.
+def _recorded_run(directory: Path, step: int) -> tuple[GRPOConfig, Storage]:
+    """Return a recorded run's configuration, for one process, and its checkpoints; imports nothing that builds models.
 
     Raises:
-        ConfigError: The directory holds no policy's run.
+        ConfigError: The directory holds no policy's run, the step was not kept, or there is no checkpoint before it.
     """
+    from holdfast.checkpoint.place.storage import open_storage
+
     file = directory / "config.resolved.yaml"
     if not file.exists():
         raise ConfigError(f"{directory} is no run: it has no {file.name}.")
@@ -309,4 +317,12 @@ def _recorded_run(directory: Path) -> GRPOConfig:
     if context > 1:  # one process has the whole of the rows that the run's ranks shared
         tokens = context * values["data"]["tokens_per_micro_batch"]
         alone += ["parallel.context=1", f"data.tokens_per_micro_batch={tokens}"]
-    return load_config(file, [*alone, "rollout.record=false"], GRPOConfig).config
+    config = load_config(file, [*alone, "rollout.record=false"], GRPOConfig).config
+    check_recorded(directory, step)
+    storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
+    if not is_kept(storage, step - 1):
+        raise ConfigError(
+            f"Step {step} is made again from the checkpoint of step {step - 1}, and {storage.root} has none. "
+            "Keep checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
+        )
+    return config, storage

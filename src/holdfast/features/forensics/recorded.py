@@ -6,9 +6,7 @@ are repeated bit by bit. A completion is known by its prompt and its seed, which
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +16,10 @@ from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.features.forensics.record_files import DAMAGES, record_lines, record_paths
 from holdfast.features.forensics.recorder import trajectory_of_record
-from holdfast.files import open_regular, parse_json
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.types import Finish, Group, Prompt
-
-ROLLOUTS = "rollouts"
-"""Of a run's directory."""
 
 
 class _Recorded(NamedTuple):
@@ -53,7 +48,7 @@ class RecordedEngine:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files = sorted((directory / ROLLOUTS).glob("step-*.jsonl.gz"))
+        self._files = record_paths(directory)
         if not self._files:
             raise ConfigError(
                 f"rollout.engine.path: {directory} has no recorded rollouts; its run needs rollout.record: true."
@@ -180,15 +175,8 @@ def _read(path: Path) -> _Completions:
     try:
         return {
             (line["prompt_id"], completion["seed"]): _Recorded(line["prompt"], completion)
-            for line in _lines(path)
+            for line in record_lines(path)[1:]  # behind the one about the step
             for completion in line["completions"]
         }
-    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
+    except DAMAGES as error:
         raise RunStopped(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
-        next(file)  # about the step
-        for line in file:
-            yield parse_json(line)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import ConfigError
-from holdfast.files import open_regular, parse_json
+from holdfast.features.forensics.record_files import DAMAGES, check_recorded, record_lines, record_path
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyTraining
 from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
 
-RECORD_FOLDER = "rollouts"
 REPLAYED_METRICS = ("loss", "grad_norm")
 """What a replay must reproduce."""
 
@@ -43,11 +41,6 @@ class Record:
     rollout: Rollout
     compute_dtype: str
     """Dtype in which the run computed."""
-
-
-def record_path(directory: Path, step: int) -> Path:
-    """Return where a step is kept."""
-    return directory / RECORD_FOLDER / f"step-{step:08d}.jsonl.gz"
 
 
 def record(training: PolicyTraining, rollout: Rollout, metrics: Mapping[str, float]) -> None:
@@ -126,19 +119,15 @@ def read_record(directory: Path, step: int) -> Record:
     Raises:
         ConfigError: The step was not kept, and the message names those that were; or what was kept is damaged.
     """
+    check_recorded(directory, step)
     path = record_path(directory, step)
-    if not path.exists():
-        steps = sorted(int(entry.name[5:13]) for entry in (directory / RECORD_FOLDER).glob("step-*.jsonl.gz"))
-        existing = f"kept are steps {steps[0]} to {steps[-1]}" if steps else "none was kept; set rollout.record: true"
-        raise ConfigError(f"{path} does not exist: {existing}.")
     try:
-        with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
-            head, *lines = (parse_json(line) for line in file)
+        head, *lines = record_lines(path)
         trained = [_group(line) for line in lines if "left_out" not in line]
         groups, facts = zip(*trained, strict=True) if trained else ((), ())
         rollout = Rollout(groups, facts, facts, {}, ())
-        return Record(head["step"], Path(head["base"]), head["metrics"], rollout, head["compute_dtype"])
-    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
+        return Record(step, Path(head["base"]), head["metrics"], rollout, head["compute_dtype"])
+    except DAMAGES as error:
         raise ConfigError(
             f"{path} is damaged ({type(error).__name__}: {error}), so step {step} cannot be made again."
         ) from error

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from holdfast.checkpoint.format.verification import named_manifest
 from holdfast.checkpoint.keep.choose import ResumeChoice
 from holdfast.checkpoint.place.layout import step_name
-from holdfast.checkpoint.place.storage import Storage, open_storage
+from holdfast.checkpoint.place.storage import Storage
 from holdfast.config.sections.engine import LocalEngineConfig
 from holdfast.config.sections.rollout import ResidencyConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -32,12 +31,12 @@ from holdfast.features.forensics.mismatch import (
     verdict,
 )
 from holdfast.features.forensics.other_engines import fits_elsewhere, plain_copy
-from holdfast.features.forensics.recorder import REPLAYED_METRICS, Record, read_record, record_path
+from holdfast.features.forensics.record_files import is_kept
+from holdfast.features.forensics.recorder import REPLAYED_METRICS, Record
 from holdfast.models.support import Support
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import learn
-from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.forms import resume_forms
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.episodes import open_environments
@@ -48,21 +47,17 @@ REPLAY_TOLERANCE = 1e-3
 """Largest difference, relative to the gradient norm: the sums of several ranks are rounded in another order."""
 
 
-def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) -> tuple[list[str], bool]:
+def replay_step(config: GRPOConfig, storage: Storage, record: Record, world: World) -> tuple[list[str], bool]:
     """Return a line for each number that was compared, and whether all of them agree.
 
     Args:
         config: The run's, for one process.
-        directory: The run.
-        step: Counted from 1.
+        storage: Its checkpoints, of which there is one right before the step.
+        record: The step.
         world: One process.
-
-    Raises:
-        ConfigError: The step was not kept, or there is no checkpoint right before it.
     """
-    record = read_record(directory, step)
-    with _rebuilt(config, _checkpoints(config, directory, step - 1), record, world) as rebuilt:
-        rebuilt.go_to(step - 1)
+    with _rebuilt(config, storage, record, world) as rebuilt:
+        rebuilt.go_to(record.step - 1)
         _, metrics = learn(rebuilt.training, record.rollout)
     scale = max(abs(record.metrics["grad_norm"]), 1e-6)
     pairs = {name: (record.metrics[name], metrics[name]) for name in REPLAYED_METRICS}
@@ -82,17 +77,19 @@ class Explanation(NamedTuple):
     """Causes that do not apply to the step, and why."""
 
 
-def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: World) -> Explanation:
+def explain_mismatch(config: GRPOConfig, storage: Storage, record: Record, world: World) -> Explanation:
     """Return why the engine's log-probabilities of a recorded step differ from the trainer's, and what was tried.
 
+    Args:
+        config, storage, record, world: As of `replay_step`.
+
     Raises:
-        ConfigError: As `replay_step`; or the step has no log-probability of an engine.
+        ConfigError: The step has no log-probability of an engine.
     """
-    record = read_record(directory, step)
-    groups, rollout = record.rollout.groups, config.rollout
+    groups, rollout, step = record.rollout.groups, config.rollout, record.step
     if not any(np.isfinite(engine_logprobs).any() for _, _, engine_logprobs in completions_of(groups)):
         raise ConfigError(
-            f"{record_path(directory, step)} has no completion whose log-probabilities the engine told, so there is "
+            f"The record of step {step} has no completion whose log-probabilities the engine told, so there is "
             "nothing to compare the trainer's with: no group of the step was trained on, or the engine told none. Look "
             "at groups and rollout/ in metrics.jsonl, or choose another --step."
         )
@@ -100,11 +97,11 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
     tried = causes(groups[0].trajectories[0].temperature or 1.0, support, renormalised=rollout.renormalise)
     as_it_was = dict([next(iter(tried.items()))])
     logprobs_of = next(iter(tried.values()))
-    with _rebuilt(config, _checkpoints(config, directory, step - 1), record, world) as rebuilt:
+    with _rebuilt(config, storage, record, world) as rebuilt:
         model = rebuilt.training.model
         further_fits: list[Fit] = []
         earlier, before = None, f"step {step - 2}"
-        if step > 1 and _has(rebuilt.storage, step - 2):
+        if step > 1 and is_kept(storage, step - 2):
             rebuilt.go_to(step - 2)
             stale = f"stale weights: those of {before}"
             if rollout.max_staleness:
@@ -147,26 +144,6 @@ class _Rebuilt:
         choice = ResumeChoice(name, manifest, f"weights of step {step}")
         resume(self.training, self.storage, choice, ranks, manifest.run_id)
         resume_forms(self.training)
-
-
-def _has(storage: Storage, step: int) -> bool:
-    """Whether there is a checkpoint of a step; the start of the run needs none."""
-    return step == 0 or storage.exists(step_name(step))
-
-
-def _checkpoints(config: GRPOConfig, directory: Path, step: int) -> Storage:
-    """Return where a run's checkpoints lie, before a model is built in vain.
-
-    Raises:
-        ConfigError: There is none of this step.
-    """
-    storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
-    if not _has(storage, step):
-        raise ConfigError(
-            f"Step {step + 1} is made again from the checkpoint of step {step}, and {storage.root} has none. "
-            "Keep checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
-        )
-    return storage
 
 
 @contextmanager

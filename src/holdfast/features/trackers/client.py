@@ -1,30 +1,39 @@
-"""Starts the processes of a run's trackers, checks that they live, and ends them.
+"""The run's side of its trackers: a process, a queue and a pipe each.
 
-Nothing here waits, but for `close`, which waits `tracker_close_seconds` of patience.py in all.
+Nothing here waits, but for `close`, which waits `tracker_close_seconds` of patience.py in all. A tracker answers every
+row that it recorded with a byte, so what is lost is counted here, whatever ended the tracker.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from queue import SimpleQueue
+from typing import Any
 
 from holdfast import patience
-from holdfast.config.sections.metrics import Tracker, UserTrackerConfig
+from holdfast.config.sections.metrics import MetricsConfig, Tracker, UserTrackerConfig
 from holdfast.errors import ConfigError
+from holdfast.features.trackers.content import completions_of, metrics_of
 from holdfast.features.trackers.environment import tracker_environment
-from holdfast.files import open_regular, python_module
+from holdfast.files import python_module, read_end
+from holdfast.metrics.sink import REWIND
 from holdfast.text.escaping import escaped
 
-_TAIL_BYTES = 4096
+MOST_WAITING_BYTES = 64 << 20
+"""Rows that wait for one tracker; what comes on top of them is lost."""
 _PROGRAM = "holdfast.features.trackers.process"
-_TRACKER_REAP_SECONDS = 0.5
+_LOOK_SECONDS = 0.01
+"""Between two looks at trackers that are ending."""
+_REAP_SECONDS = 0.5
 """For a killed tracker to go."""
 
 
@@ -52,141 +61,163 @@ def _is_installed(package: str) -> bool:
 
 
 class Trackers:
-    """The trackers of a run; each is one process, which the run does not depend on."""
+    """The trackers of a run, on which the run does not depend; implements `TrackerProcesses` of `metrics/sink.py`."""
 
-    def __init__(self, trackers: Sequence[Tracker], directory: Path, base: Path) -> None:
-        self._processes = [_Process(tracker, directory, base) for tracker in trackers]
+    def __init__(self, section: MetricsConfig, directory: Path, base: Path) -> None:
+        self._tracked = set(section.track)
+        self._trackers = [_Tracker(tracker, directory, base) for tracker in section.sinks]
         self._next_look = 0.0
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send a line of metrics."""
+        if "metrics" in self._tracked or REWIND in metrics:
+            self._send({"step": step, "metrics": metrics_of(metrics)})
+
+    def completions(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Send the completions of a step."""
+        if "completions" in self._tracked and samples:
+            rows = completions_of(samples)
+            self._send({"step": rows[0]["step"], "completions": rows})
+
+    def _send(self, row: Mapping[str, Any]) -> None:
+        line = json.dumps(row).encode() + b"\n"
+        for tracker in self._trackers:
+            tracker.send(line)
 
     def news(self) -> list[str]:
         """Return what became of trackers since the last call, each thing once."""
-        seconds = time.monotonic()
-        if not self._processes or seconds < self._next_look:
+        if (seconds := time.monotonic()) < self._next_look:
             return []
         self._next_look = seconds + patience.current.tracker_look_seconds
-        return [text for process in self._processes if (text := process.news(seconds))]
+        return [text for tracker in self._trackers if (text := tracker.news())]
 
     def close(self, status: str) -> list[str]:
-        """End every process; return what the user must know of those that had not sent everything.
+        """End every process; return which trackers did not end well, and how many rows each lost.
 
         Args:
             status: `finished` or `failed`.
         """
-        for process in self._processes:
-            process.ask_to_end(status)
+        for tracker in self._trackers:
+            tracker.ask_to_end(status)
         deadline = time.monotonic() + patience.current.tracker_close_seconds
-        return [text for process in self._processes if (text := process.end(deadline))]
+        return [text for tracker in self._trackers if (text := tracker.end(deadline))]
 
 
-class _Process:
+class _Tracker:
+    """One tracker's process, the rows that wait for it, and the count of those that it recorded."""
+
     def __init__(self, tracker: Tracker, directory: Path, base: Path) -> None:
-        self._label, self._directory, self._base = tracker.label, directory, base
-        self._log = directory / "logs" / f"tracker-{tracker.label}.log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._trouble: str | None = None
-        """What went wrong, as far as it was not yet said."""
-        self._is_silent = False
+        self._label = tracker.label
+        self._arguments = [str(directory.absolute()), self._label, str(base.absolute())]
+        self._log = directory / "logs" / f"tracker-{self._label}.log"
+        self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        self._queued_bytes = self._piped_bytes = 0
+        self._rows = self._queued = self._recorded = 0
+        self._has_finished = self._is_silent = False
         self._heard_at = time.monotonic()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._trouble = ""
+        """What went wrong and was not yet said."""
+        folder = (directory / "trackers" / self._label).absolute()
         try:
-            self._start(tracker.kind)
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*python_module(_PROGRAM), "--of-run", *self._arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    bufsize=0,
+                    env=tracker_environment(tracker.kind, folder),
+                    # Ctrl-C must not reach the tracker, which has to send the end of the run after the run has ended.
+                    start_new_session=True,
+                )
         except OSError as error:
             self._trouble = f"cannot be started: {error}"
-
-    def _start(self, kind: str) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        folder = (self._directory / "trackers" / self._label).absolute()
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*python_module(_PROGRAM), "--of-run", *self._arguments()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                bufsize=0,
-                env=tracker_environment(kind, folder),
-                # Ctrl-C must not reach the tracker, which has to send the end of the run after the run has ended.
-                start_new_session=True,
-            )
+            return
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
+        threading.Thread(target=self._feed, args=[self._process], daemon=True).start()
 
-    def _arguments(self) -> list[str]:
-        return [str(self._directory.absolute()), self._label, str(self._base.absolute())]
+    def _feed(self, process: subprocess.Popen[bytes]) -> None:
+        """Write rows into the pipe, in a thread, since a tracker that hangs lets it fill; then wait for its end."""
+        assert process.stdin is not None
+        with contextlib.suppress(OSError), process.stdin as pipe:  # it is gone
+            while (line := self._queue.get()) is not None:
+                rest = memoryview(line)
+                while rest:  # a signal may cut a write short
+                    rest = rest[os.write(pipe.fileno(), rest) :]
+                self._piped_bytes += len(line)
+        process.wait()
 
-    def news(self, seconds: float) -> str | None:
+    def send(self, line: bytes) -> None:
+        """Let a row wait for the tracker, or count it as lost."""
+        self._hear()
+        if self._queued == self._recorded:
+            self._heard_at = time.monotonic()
+        self._rows += 1
+        is_full = self._queued_bytes - self._piped_bytes + len(line) > MOST_WAITING_BYTES
+        if self._process is not None and not is_full:
+            self._queued, self._queued_bytes = self._queued + 1, self._queued_bytes + len(line)
+            self._queue.put(line)
+
+    def _hear(self) -> None:
+        if self._process is not None and self._process.stdout is not None:
+            with contextlib.suppress(BlockingIOError):
+                if answers := os.read(self._process.stdout.fileno(), 1 << 16):
+                    self._recorded += answers.count(b".")
+                    self._has_finished |= b"!" in answers
+                    self._heard_at, self._is_silent = time.monotonic(), False
+
+    def news(self) -> str | None:
         """Return a sentence about trouble that was not yet told."""
-        process = self._process
-        if process is not None:
-            if self._heard(process):
-                self._heard_at, self._is_silent = seconds, False
-            if process.poll() is not None:
-                self._process = None
-                _close_pipes(process)
-                self._trouble = f"ended with {_how(process.returncode)}{self._last_words()}"
-            elif seconds - self._heard_at > patience.current.tracker_silent_seconds and not self._is_silent:
+        if self._process is not None:
+            code = self._process.poll()
+            self._hear()
+            silent_seconds = time.monotonic() - self._heard_at
+            if code is not None:
+                self._let_go(f"ended with {_how(code)}{self._last_words()}")
+            elif self._queued > self._recorded and silent_seconds > patience.current.tracker_silent_seconds:
+                self._trouble = "" if self._is_silent else f"has been silent for {silent_seconds:.0f} s"
                 self._is_silent = True
-                self._trouble = f"has been silent for {seconds - self._heard_at:.0f} s"
-        trouble, self._trouble = self._trouble, None
-        return None if trouble is None else f"warning: tracker {self._label} {trouble}; the run goes on without it"
+        trouble, self._trouble = self._trouble, ""
+        return f"warning: tracker {self._label} {trouble}; the run goes on without it" if trouble else None
 
-    def _heard(self, process: subprocess.Popen[bytes]) -> bool:
-        assert process.stdout is not None
-        try:
-            return bool(os.read(process.stdout.fileno(), 1 << 16))
-        except BlockingIOError:
-            return False
+    def _let_go(self, trouble: str) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process, self._trouble = None, trouble
+        self._queue.put(None)
 
     def ask_to_end(self, status: str) -> None:
-        """Tell the process how the run ended."""
-        if self._process is not None:
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(f"{status}\n".encode())  # fits a pipe that nobody reads
-            _close(self._process.stdin)
+        """Send the run's end behind all rows."""
+        self._queue.put(json.dumps({"status": status}).encode() + b"\n")
+        self._queue.put(None)
 
     def end(self, deadline: float) -> str | None:
-        """Wait until the deadline, then kill; return a sentence if the tracker lacks something."""
-        process = self._process
-        if process is None:
-            return None
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            _kill_tree(process)
+        """Wait until the deadline, then kill; return a sentence if rows were lost, or the tracker did not finish."""
+        if (process := self._process) is not None:
+            while (code := process.poll()) is None and time.monotonic() < deadline:
+                self._hear()
+                time.sleep(_LOOK_SECONDS)
+            if code is None:
+                _kill_tree(process)
+            self._hear()
             seconds = patience.current.tracker_close_seconds
-            reason = f"had not sent everything {seconds:g} s after the run's end, and was ended"
-        else:
-            reason = f"ended with {_how(process.returncode)}{self._last_words()}"
-        finally:
-            _close_pipes(process)
-        if process.returncode == 0:
+            trouble = f"was ended {seconds:g} s after the run" if code is None else f"ended with {_how(code)}"
+            self._let_go("" if self._has_finished else trouble + self._last_words())
+        lost = self._rows - self._recorded
+        if not lost and not self._trouble:
             return None
-        arguments = " ".join(self._arguments())
-        return (
-            f"warning: tracker {self._label} {reason}. A resume sends what it lacks, and so does: "
-            f"python -m {_PROGRAM} {arguments}"
-        )
+        trouble = f"{self._trouble}; " if self._trouble else ""
+        again = " ".join(["python -m", _PROGRAM, *self._arguments])
+        return f"warning: tracker {self._label}: {trouble}{lost} of {self._rows} rows are lost. To send all: {again}"
 
     def _last_words(self) -> str:
         """Return the last line of the log, where Python names the error."""
-        try:
-            with open_regular(self._log) as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return ""
-        line = next((line for line in reversed(lines) if line.strip()), "")
-        return f" ({escaped(line.strip())[:300]}; see logs/{self._log.name})" if line else ""
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    _close(process.stdin)
-    _close(process.stdout)
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    if pipe is not None:
-        with contextlib.suppress(OSError):  # nobody reads the other end any more
-            pipe.close()
+        lines = [line.strip() for line in read_end(self._log, 4096).splitlines() if line.strip()]
+        return f" ({escaped(lines[-1])[:300]}; see logs/{self._log.name})" if lines else ""
 
 
 def _how(code: int) -> str:
@@ -207,4 +238,4 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.Error):
             child.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_TRACKER_REAP_SECONDS)
+        process.wait(_REAP_SECONDS)

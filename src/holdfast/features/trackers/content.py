@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,8 @@ class Backend(Protocol):
     """One tracker. Of several values that are logged for the same step and name, the last counts.
 
     A class of a user is called with a `TrackedRun` and the keyword arguments of its section. It may leave out
-    `settle_seconds`, which is then 30, and `completions`.
+    `completions`.
     """
-
-    settle_seconds: float
-    """Seconds after which a kill of the process loses nothing of what was written."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step.
@@ -84,28 +82,27 @@ def describe(directory: Path, folder: Path, allowed: set[str]) -> TrackedRun:
     )
 
 
-def completion_row(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of samples.jsonl as a row of the table."""
-    reward = sample.get("reward")
+def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of metrics.jsonl by name; NaN where one is null or not finite."""
+    numbers = {name: math.nan if value is None else value for name, value in line.items() if name != "step"}
     return {
-        "step": int(sample["step"]),
-        "prompt": shortened(escaped_paragraph(str(sample.get("prompt", ""))), LONGEST_TEXT, keeps_end=True),
-        "completion": shortened(escaped_paragraph(str(sample.get("completion", ""))), LONGEST_TEXT, keeps_end=True),
-        "reward": float(reward) if isinstance(reward, int | float) else None,
+        name: float(value) if math.isfinite(value) else math.nan
+        for name, value in numbers.items()
+        if isinstance(value, int | float)
     }
 
 
-def flat(values: Any, path: str = "") -> dict[str, Any]:
-    """Return nested values by dotted path."""
-    pairs = (
-        values.items()
-        if isinstance(values, Mapping)
-        else enumerate(values)
-        if isinstance(values, list | tuple) and values
-        else ()
-    )
-    if not pairs:
-        return {path: values} if path else {}
-    return {
-        key: leaf for name, value in pairs for key, leaf in flat(value, f"{path}.{name}" if path else str(name)).items()
-    }
+def completions_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return lines of samples.jsonl, of one step, as rows of the table."""
+    return [
+        {
+            "step": int(sample["step"]),
+            **{name: _shown(str(sample.get(name, ""))) for name in ("prompt", "completion")},
+            "reward": float(reward) if isinstance(reward := sample.get("reward"), int | float) else None,
+        }
+        for sample in samples[:MOST_ROWS]
+    ]
+
+
+def _shown(text: str) -> str:
+    return shortened(escaped_paragraph(text), LONGEST_TEXT, keeps_end=True)

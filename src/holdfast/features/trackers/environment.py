@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 _PASSED = (
@@ -43,6 +44,7 @@ _FIXED = {
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "1",
 }
+_CREDENTIAL = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
 
 
 def tracker_environment(kind: str, folder: Path) -> dict[str, str]:
@@ -69,3 +71,11 @@ def tracker_environment(kind: str, folder: Path) -> dict[str, str]:
 def setting(name: str, default: str) -> str:
     """Return a variable of this process, which `tracker_environment` made."""
     return os.environ.get(name) or default
+
+
+def without_credentials(text: str) -> str:
+    """Return what a library says of an error without this process's credentials, and passwords of addresses."""
+    for name, value in os.environ.items():
+        if _CREDENTIAL.search(name.upper()) and len(value) > 3:
+            text = text.replace(value, f"({name})")
+    return re.sub(r"(?<=://)[^/\s@]+@", "", text)
