@@ -122,7 +122,7 @@ def test_a_refused_command_is_one_paragraph_exit_code_2_and_leaves_nothing(tmp_p
     done = cli_in_process("sft", EXAMPLE, f"launch.min_ranks={value}", f"run.dir={tmp_path / 'runs'}", cwd=tmp_path)
 
     assert done.code == 2
-    assert "launch.min_ranks" in done.err and "\n\n" not in done.stderr.strip()
+    assert "launch.min_ranks" in done.err and "\n\n" not in done.err.strip()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,5 +188,5 @@ def rank_of(launcher: int, rank: int) -> int:
     for child in psutil.Process(launcher).children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.environ().get("RANK") == str(rank):
-                return child.pid
+                return int(child.pid)
     raise AssertionError(f"no rank {rank}")
