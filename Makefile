@@ -135,7 +135,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in report gpu_like_head head sft_vs_trl kinds images grpo_vs_trl decode fsdp loop packing rows_ahead checkpoint rescue plugin_saves failures plan_cost vllm_client vllm_push staleness episodes; do \
+	missed=; for script in head sft_vs_trl grpo_vs_trl decode checkpoint episodes cpu; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 

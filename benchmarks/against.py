@@ -1,11 +1,11 @@
-"""This checkout against an earlier one: the same updates, rollouts, heads, packs, saves and loads.
+"""This checkout against an earlier one: the same updates, rollouts, heads, saves and loads.
 
     git worktree add ../before COMMIT
     python benchmarks/against.py ../before [--rounds 2] [--only sft grpo-64+64]
 
 The arms are those of Holdfast in the scripts named below, as each checkout has them, in the same environment.
 Updates, decoding's rollouts, and saves and loads of two ranks, are made in turn, one each. A GRPO arm makes its steps
-in one go, as the head's and the packing's do, and the arms change places every other round: give them more rounds. A
+in one go, as the head's do, and the arms change places every other round: give them more rounds. A
 ratio is this checkout's CPU seconds, or memory, over the other's; what stands to TRL, or to a bare loop, is unchanged
 where it is 1. Target: the median of all pairs within 1.03, and memory, where an arm prints its peak, within 1.05.
 """
@@ -45,12 +45,7 @@ WORK = {
     "grpo-64+64": Work("grpo_vs_trl.py", "holdfast 64+64", "step_seconds"),
     "grpo-256+32": Work("grpo_vs_trl.py", "holdfast 256+32", "step_seconds"),
     "decode": Work("decode.py", "holdfast", "speeds"),
-    "mixture": Work("kinds.py", "holdfast_mixture", "seconds"),
-    "vision": Work("kinds.py", "holdfast_vision", "seconds"),
-    "long": Work("fsdp.py", "long_1", "updates"),
-    "sharded": Work("fsdp.py", "long_2", "updates", ranks=2),
     "head": Work("head.py", "one_pass", "seconds"),
-    "packing": Work("packing.py", "best_fit, median 300", "us_per_token"),
     "save": Work("checkpoint.py", "our_save", "seconds", ranks=2),
     "load": Work("checkpoint.py", "our_load", "seconds", ranks=2),
 }

@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all=(tests sft_05b sft_15b sft_7b lora_7b head grpo decode offload stall plan prove recipes learning)
+all=(tests sft_05b sft_15b sft_7b lora_7b head grpo decode stall plan prove recipes learning)
 limit=540
 limit_of_all=1500
 
@@ -144,7 +144,6 @@ for name in "${parts[@]}"; do
             ;;
         sft_* | lora_7b) part "$name" benchmarks/update.py "$name" --rounds "$rounds" $tiny ;;
         head | decode) part "$name" "benchmarks/$name.py" --device "$device" --rounds "$rounds" $tiny ;;
-        offload) part offload benchmarks/offload.py --device "$device" --rounds "$rounds" ;;
         grpo) part grpo benchmarks/grpo_vs_trl.py --device "$device" --rounds "$rounds" $tiny ;;
         stall | plan | prove | recipes) part "$name" benchmarks/whole_runs.py "$name" $tiny ;;
         learning)

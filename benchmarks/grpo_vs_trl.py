@@ -5,7 +5,7 @@
 A step samples a group per prompt with the trainer's own rollout, scores it with the same trivial reward in the
 trainer's process, and makes one on-policy update without a KL term (TRL: beta 0, num_iterations 1, no recomputation of
 activations, float32 on the CPU). Ours is the recipe's whole `grpo_step`. TRL is measured stock and with the head it has
-on a GPU (gpu_like_head.py); only the second ratio says something about a GPU.
+on a GPU (sft_vs_trl.py); only the second ratio says something about a GPU.
 
 Completions have a fixed length in every arm because the model never ends one: see `endless`. Each arm counts the prompt
 and completion tokens that its loss was handed, digests the prompts and counts forward calls; the script stops if arms
@@ -33,11 +33,9 @@ from typing import Any
 
 import numpy as np
 import sft_vs_trl
-from measure import FAILED, Meter, alternate, heading
+from measure import FAILED, Meter, alternate, heading, random_model
 from sft_vs_trl import OPTIMIZER, TEXT_ENDS
 from verdicts import Verdicts, skip
-
-from models import random_model
 
 WARM_UP, TRL_ROWS = 2, 16
 """Steps that are not timed, and the rows that TRL trains at once (it accumulates the rest)."""
@@ -248,9 +246,7 @@ def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
     from holdfast.data.tasks.synthetic import character_tokenizer
 
     if fast_head:
-        import gpu_like_head
-
-        gpu_like_head.install()
+        sft_vs_trl.install_gpu_like_head()
 
     def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         watch.prompts.update(prompts)

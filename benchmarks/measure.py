@@ -1,4 +1,4 @@
-"""Shared by the benchmark scripts: arms as processes that alternate, and their cost.
+"""Shared by the benchmark scripts: arms as processes that alternate, their cost, and the models that they train.
 
 An arm is this interpreter running a script with `--arm NAME`; it prints one JSON line. Arms take turns for several
 rounds, and those that call `take_turn` also within a round, update by update, so that a slow second of the machine hits
@@ -303,35 +303,6 @@ def _world(ranks: int) -> list[dict[str, str]]:
     return [address | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def run_ranks(script: str, ranks: int, *arguments: str) -> Round:
-    """Run a script on so many ranks of this machine; return the lines the first one printed, by their `arm`."""
-    members = [
-        subprocess.Popen(
-            [sys.executable, script, *arguments],
-            env={**os.environ, **ENVIRONMENT, **variables},
-            stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
-            text=True,
-        )
-        for rank, variables in enumerate(_world(ranks))
-    ]
-    output, _ = members[0].communicate()
-    codes = [member.wait() for member in members]  # all of them, whatever the first says
-    if any(codes):
-        sys.exit(f"{script} on {ranks} ranks failed:\n{output}")
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return {line.pop("arm"): line for line in lines}
-
-
-def mean_of_ranks(value: float) -> float:
-    """Return the mean over all ranks; all of them call this together."""
-    import torch
-    import torch.distributed as dist
-
-    found = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(found)
-    return float(found) / dist.get_world_size()
-
-
 def show_round(number: int, turn: Round) -> None:
     """Print what each arm of a round says."""
     for arm, said in turn.items():
@@ -341,3 +312,42 @@ def show_round(number: int, turn: Round) -> None:
 
 def _cell(name: str, value: Any) -> str:
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+
+
+def _shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, shared: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _shape(256, 32, 64, 2, 2, 1),
+    "small": _shape(32_000, 256, 1408, 4, 4, 2),
+    "135m": _shape(49_152, 576, 1536, 30, 9, 3),
+    "0.5b": _shape(151_936, 896, 4864, 24, 14, 2),
+    "1.5b": _shape(151_936, 1536, 8960, 28, 12, 2),
+    "7b of six layers": _shape(152_064, 3584, 18_944, 6, 28, 4) | {"tie_word_embeddings": False},
+}
+"""Shapes of Qwen2. `small` is trained on a CPU; `tiny` only shows that a script runs."""
+
+
+def settings_of(shape: str) -> dict[str, Any]:
+    """Return the configuration of a model, as `model.config` takes it."""
+    return {"model_type": "qwen2", "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
+
+
+def random_model(shape: str, device: str = "cpu") -> Any:
+    """Return a model of a shape in float32; its weights are the same in every process on one kind of device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with torch.device(device):
+        config = AutoConfig.for_model(**settings_of(shape))
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()

@@ -5,9 +5,9 @@
 Every arm trains one epoch of the same 96 sequences in 12 updates with the same optimizer; a digest of the token ids
 that went through the backbone says so, and the backbone's forward calls are counted. The arms make their updates in
 turn, one each; Holdfast and `bare` make the same ones, and are compared update by update. TRL is measured with packing
-and padded, each stock and with the head it has on a GPU (gpu_like_head.py): stock TRL falls back to a slow head on the
-CPU, so only the second ratio says something about a GPU. `bare` is a loop over the same kernels without a trainer: no
-data pipeline, no metrics, no sharding. On a GPU, `update.py` compares SFT.
+and padded, each stock and with the head it has on a GPU (`install_gpu_like_head`): stock TRL falls back to a slow head
+on the CPU, so only the second ratio says something about a GPU. `bare` is a loop over the same kernels without a
+trainer: no data pipeline, no metrics, no sharding. On a GPU, `update.py` compares SFT.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Meter, alternate, heading, take_turn
+from measure import Meter, alternate, heading, random_model, take_turn
 from verdicts import Verdicts
-
-from models import random_model
 
 ROWS, STEPS, WARM_UP, PACKS = 8, 12, 2, 3
 """Rows to an update, updates (all of the data), updates that are not timed, and TRL's packs to an update."""
@@ -196,6 +194,56 @@ def bare() -> None:
     watch.report()
 
 
+def install_gpu_like_head() -> None:
+    """Give TRL in this process, on the CPU, the head that it has on a GPU.
+
+    On CUDA, TRL 1.16 scores trained tokens alone with a chunked kernel; on the CPU it makes many float32 passes over
+    every position. The patch takes its GPU branch and computes the same log-probabilities 256 rows at a time. Entropy
+    and accuracy, which TRL only logs, are 0. Loss and gradients are TRL's within 1.3e-6.
+    """
+    import torch
+    import trl.trainer.utils as utils
+
+    class Logprobs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, weight: Any, targets: Any) -> Any:
+            normalisers, chosen = [hidden.new_zeros(0)], [hidden.new_zeros(0)]
+            for rows, wanted in zip(hidden.split(256), targets.split(256), strict=True):
+                logits = rows @ weight.t()
+                normalisers.append(logits.logsumexp(-1))
+                chosen.append(logits.gather(1, wanted[:, None]).squeeze(1))
+            normaliser = torch.cat(normalisers)
+            ctx.save_for_backward(hidden, weight, targets, normaliser)
+            return torch.cat(chosen) - normaliser
+
+        @staticmethod
+        def backward(ctx: Any, by_logprob: Any) -> Any:
+            hidden, weight, targets, normaliser = ctx.saved_tensors
+            by_hidden, by_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+            for start in range(0, hidden.shape[0], 256):
+                rows = slice(start, start + 256)
+                slope = (hidden[rows] @ weight.t()).sub_(normaliser[rows, None]).exp_().mul_(-by_logprob[rows, None])
+                slope[torch.arange(slope.shape[0]), targets[rows]] += by_logprob[rows]
+                by_hidden[rows] = slope @ weight
+                by_weight.addmm_(slope.t(), hidden[rows])
+            return by_hidden, by_weight, None
+
+    class Replacement:
+        """Has the arguments and the five outputs of TRL's autograd function."""
+
+        @staticmethod
+        def apply(hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, *others: Any) -> Any:
+            softcap, scale, outputs = others[1:]
+            assert bias is None and softcap is None and scale == 1.0, "the patch serves plain heads"
+            logprobs = Logprobs.apply(hidden / temperature if temperature != 1.0 else hidden, weight, targets)
+            empty = torch.zeros_like(logprobs).detach()
+            names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+            return (logprobs, *(empty if name in outputs else None for name in names))
+
+    utils._use_triton = lambda _: True
+    utils._ChunkedLogProbFunction = Replacement
+
+
 def trl(*, packing: bool, fast_head: bool) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -203,9 +251,7 @@ def trl(*, packing: bool, fast_head: bool) -> None:
     from holdfast.data.tasks.synthetic import character_tokenizer
 
     if fast_head:
-        import gpu_like_head
-
-        gpu_like_head.install()
+        install_gpu_like_head()
     tokenizer = character_tokenizer()
     sequences = [[*tokenizer(text)["input_ids"], TEXT_ENDS] for text in texts()]
     arguments = SFTConfig(

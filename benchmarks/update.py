@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import FAILED, Meter, Round, alternate, heading
+from measure import FAILED, Meter, Round, alternate, heading, random_model
 from sft_vs_trl import OPTIMIZER, TEXT_ENDS, train, trl_arguments
 from verdicts import Verdicts, skip
-
-from models import random_model
 
 UPDATES, WARM_UP = 12, 4
 """Updates, and those at the start that are not timed: they compile, and fill the allocator's pool."""

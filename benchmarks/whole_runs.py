@@ -24,10 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from measure import ENVIRONMENT, heading
+from measure import ENVIRONMENT, SHAPES, heading, settings_of
 from verdicts import number, show, skip
-
-from models import SHAPES, settings_of
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "examples" / "gpu").glob("*.yaml"))
 WITHIN = 0.05

@@ -5,10 +5,9 @@
 
 Printed are lines and code lines (without blanks, comments and docstrings) of `src`, its core, its features and the
 tests, configuration keys, lengths of functions, equal windows of eight lines, and the share of vague names
-(`names.txt`). Lines that left the core since the first commit are told apart: moved to features, or gone. `--runs`
-adds the files that an SFT step, a GRPO step, a save and a resume enter, and the statements of the core that one SFT and
-one GRPO run execute; it takes a minute. All of it is a trend; only a file above 400 lines or a
-function above 80 fails, which is all that `--limits` looks at.
+(`names.txt`). `--runs` adds the files that an SFT step, a GRPO step, a save and a resume enter, and the statements of
+the core that one SFT and one GRPO run execute; it takes a minute. All of it is a trend; only a file above 400 lines or
+a function above 80 fails, which is all that `--limits` looks at.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import contextlib
 import io
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -131,36 +129,6 @@ def configuration_keys() -> set[str]:
                     yield from keys(below, f"{prefix}{name}.", (*above, below))
 
     return {key for root in ROOTS.values() for key in keys(root, "", ())}
-
-
-def moved_and_gone() -> str:
-    """Return how many code lines left the core since the first commit: to features, or altogether."""
-    git = ["git", "-C", str(ROOT)]
-    listed = subprocess.run(
-        [*git, "ls-tree", "-r", "--name-only", FIRST_COMMIT, "src"], capture_output=True, text=True, check=False
-    )
-    if listed.returncode:
-        return f"unknown: this clone has no commit {FIRST_COMMIT}"
-    before, now = (
-        {"core": Counter[str](), "features": Counter[str]()},
-        {"core": Counter[str](), "features": Counter[str]()},
-    )
-    names = [name for name in listed.stdout.split() if name.endswith(".py")]
-    batch = subprocess.run(
-        [*git, "cat-file", "--batch"], input="".join(f"{FIRST_COMMIT}:{name}\n" for name in names).encode(),
-        capture_output=True, check=True,
-    ).stdout  # fmt: skip
-    stream = io.BytesIO(batch)
-    for name in names:
-        size = int(stream.readline().split()[2])
-        source = stream.read(size).decode()
-        stream.read(1)
-        before[_part(Path(name))].update(line for _, line in code_lines(source))
-    for path in SOURCE.rglob("*.py"):
-        now[_part(path)].update(line for _, line in code_lines(path.read_text(encoding="utf-8")))
-    left, came = before["core"] - now["core"], now["features"] - before["features"]
-    moved = (left & came).total()
-    return f"{moved:,} moved to features, {left.total() - moved:,} gone"
 
 
 def _part(path: Path) -> str:
@@ -296,7 +264,6 @@ def measured() -> Iterator[tuple[str, str, list[str]]]:
         code = sum(len(code_lines(text)) for text in sources.values())
         yield name, f"{len(sources)} files, {lines:,} lines, {code:,} of code", []
     yield "configuration keys", str(len(configuration_keys())), []
-    yield "core's code lines since then", moved_and_gone(), []
     lengths = [length for text in parts["src"].values() for _, _, length in functions(text)]
     yield "functions", f"{len(lengths)}, {sum(lengths) / len(lengths):.1f} lines on average, {max(lengths)} at most", []
     windows = equal_windows(parts["src"])

@@ -115,14 +115,3 @@ def test_a_reference_page_that_differs_from_the_code_is_refused(tmp_path: Path) 
     assert written[0] == 0
     assert same == (0, "")
     assert other == (1, "docs/reference/config.md: not what the code says; run python tools/reference.py\n")
-
-
-def test_the_table_of_faults_is_the_one_that_the_script_printed() -> None:
-    root = Path(__file__).parents[2]
-    newest = sorted(root.glob("benchmarks/results/*/faults.txt"))[-1]
-    printed = [line for line in newest.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-
-    shown = (root / "docs" / "reliability.md").read_text(encoding="utf-8")
-
-    assert len(printed) > 10
-    assert "\n".join(printed) in shown

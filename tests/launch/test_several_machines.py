@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
+from holdfast.features.cluster.ports import agreed_port
 from holdfast.features.cluster.ray import RayOptions, launch_ray
 from holdfast.features.cluster.slurm import Job, JobStep, agent_options, batch_script, check_cluster, check_interfaces
 from holdfast.launch.first_rank import leave
@@ -76,27 +77,38 @@ def met_at(script: str, folder: Path, job_number: int) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("address", "number"), [("127.0.0.1", 7), (NODE, 57)]
-)  # ports of their own: cases run together
-def test_jobs_whose_numbers_are_ten_thousand_apart_meet_at_two_ports_of_one_machine(
-    tmp_path: Path, address: str, number: int
-) -> None:
+def test_jobs_whose_numbers_are_ten_thousand_apart_meet_at_two_ports_of_one_machine(tmp_path: Path) -> None:
     script = batch_script(job(tmp_path))
-    first = met_at(script, tmp_path, number)
+    first = met_at(script, tmp_path, 7)
 
-    with socket.create_server((address, first)), socket.create_server((address, first + 1)):
-        second = met_at(script, tmp_path, 10_000 + number)
+    with socket.create_server(("", first)):
+        second = met_at(script, tmp_path, 10_007)
 
-    assert (first, second) == (20_000 + number, 20_002 + number)
+    assert first != second
+    socket.create_server(("", second)).close()
 
 
-def test_two_steps_of_one_job_meet_at_two_ports() -> None:
-    steps = [
-        JobStep(2, 2, 0, 0, "7", {"MASTER_ADDR": "10.0.0.1", "SLURM_STEP_ID": number}) for number in ("0", "1", "10")
+ASK = "import sys; from holdfast.features.cluster.ports import agreed_port as at; print(at('127.0.0.1', {}, {}, 3, 60))"
+
+
+def test_two_steps_that_ask_at_the_same_ports_meet_at_two_ports() -> None:
+    steps = ("12.0.0", "21.0.0")  # the same sum of characters, so the same ports to ask at
+    tasks = [
+        subprocess.Popen([sys.executable, "-c", ASK.format(repr(name), task)], stdout=subprocess.PIPE, text=True)
+        for task in (2, 1, 0)
+        for name in steps
     ]
 
-    assert len({step.meeting["MASTER_PORT"] for step in steps}) == 3
+    told = [task.communicate(timeout=90)[0].strip() for task in tasks]
+
+    first, second = set(told[0::2]), set(told[1::2])
+    assert len(first) == len(second) == 1 and first != second
+    assert all(port.isdecimal() for port in told)
+
+
+def test_a_first_task_that_does_not_answer_is_told_with_what_to_set() -> None:
+    with pytest.raises(ConfigError, match="MASTER_PORT"):
+        agreed_port("127.0.0.1", "7.0.0", 1, 2, seconds=0.1)
 
 
 def test_without_sbatch_nothing_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGUSR1
 
@@ -22,23 +22,33 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import UserError, how_to_go_on
 from holdfast.files import read_end
 from holdfast.launch.directory import LaunchDirectory, meeting_file
-from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, computes_on_cpu, rank_environment
+from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, computes_on_cpu, rank_environment, visible_names
 from holdfast.launch.processes import Guard, catches, end, tied_to_this_thread
 from holdfast.launch.terminal import Relay, StopSignals, tell
-from holdfast.launch.verdict import IN_ORDER, Death, Verdict, describe_death, how_it_ended, judge, last_paragraph
+from holdfast.launch.verdict import (
+    IN_ORDER,
+    Death,
+    Verdict,
+    describe_death,
+    how_it_ended,
+    judge,
+    last_paragraph,
+    lost_another,
+)
 from holdfast.parallel.failure.reports import Failure
 from holdfast.patience import Patience
 
 _READ_OF_LOG = 1 << 16
 
 
-def launch_local(
+def launch_local(  # noqa: PLR0913, PLR0917 - what a launch is, and how it is tested
     command: Sequence[str],
     ranks: int,
     launch: LaunchConfig,
     run_directory: Path,
     environ: Mapping[str, str] | None = None,
     patience: Patience | None = None,
+    fewer: Sequence[int] = (),
 ) -> int:
     """Run `command` once per rank and return the exit code of the whole.
 
@@ -49,6 +59,7 @@ def launch_local(
         run_directory: Directory of the run, which rank 0 creates; it exists once it contains `run.json`.
         environ: The environment that ranks inherit; this process's own if None.
         patience: Times between a death and the end of the other ranks.
+        fewer: Numbers of ranks with which the run goes on when some are lost; see `launch.fewer`.
 
     Call it in the main thread: only there can Ctrl-C and SIGTERM be handled, and the kernel kills the ranks when the
     thread that started them ends.
@@ -60,11 +71,12 @@ def launch_local(
     threads = launch.named_threads
     if threads is None and "OMP_NUM_THREADS" not in environ and not computes_on_cpu(launch, environ):
         threads = 1  # on GPUs nobody times them
-    start = _Start(command, ranks, threads, environ, patience or holdfast.patience.current)
+    on_gpus = not computes_on_cpu(launch, environ)
+    start = _Start(command, ranks, on_gpus, threads, environ, patience or holdfast.patience.current)
     with LaunchDirectory(run_directory) as directory:
         mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
         with Guard(mark, environ) as guard, StopSignals() as stops:
-            ending = _attempts(start, launch.max_restarts, directory, guard, stops)
+            ending = _attempts(start, launch.max_restarts, fewer, directory, guard, stops)
             _note(ending, directory, stops)
         directory.keep_logs = ending.verdict is Verdict.DIED
     return ending.verdict.exit_code
@@ -76,9 +88,19 @@ class _Start:
 
     command: Sequence[str]
     ranks: int
+    on_gpus: bool
     threads: int | None
     environ: Mapping[str, str]
     patience: Patience
+
+    def without(self, lost: frozenset[int], fewer: Sequence[int]) -> _Start | None:
+        """Return a start of fewer ranks, without the GPUs of the lost ones; None where too few are left."""
+        left = [rank for rank in range(self.ranks) if rank not in lost]
+        number = max((number for number in fewer if number <= len(left)), default=0)
+        if not number:
+            return None
+        shown = {"CUDA_VISIBLE_DEVICES": visible_names(left[:number], self.environ)} if self.on_gpus else {}
+        return replace(self, ranks=number, environ={**self.environ, **shown})
 
 
 @dataclass(frozen=True)
@@ -88,12 +110,20 @@ class _Ending:
     verdict: Verdict
     text: str
     step: int | None
+    lost: frozenset[int] = frozenset()
+    """Ranks that died for a cause of their own."""
 
 
 def _attempts(
-    start: _Start, max_restarts: int, directory: LaunchDirectory, guard: Guard, stops: StopSignals
+    whole: _Start,
+    max_restarts: int,
+    fewer: Sequence[int],
+    directory: LaunchDirectory,
+    guard: Guard,
+    stops: StopSignals,
 ) -> _Ending:
     died_at: list[int | None] = []
+    start, restarts = whole, 0
     while True:
         ending = _Attempt(start, directory, stops).run(len(died_at) + 1, guard)
         if ending.text:
@@ -104,12 +134,18 @@ def _attempts(
             moment = "before its first step" if ending.step is None else f"at step {ending.step}"
             tell(f"The run died {moment} twice, so it is not started again: the cause is not chance.")
             return ending
-        if stops.any or len(died_at) == max_restarts:
+        left = start.without(ending.lost, fewer)
+        if stops.any or (left is None and restarts == max_restarts):
             tell(how_to_go_on(ending.step))
             return ending
         died_at.append(ending.step)
         _note(ending, directory, stops)
-        tell(f"Restart {len(died_at)} of at most {max_restarts}, from the newest verified checkpoint if there is one.")
+        restarts += left is None
+        words = f"Restart {restarts} of at most {max_restarts}"
+        if left is not None:
+            words = f"The run goes on with {left.ranks} of {whole.ranks} ranks"
+        tell(f"{words}, from the newest verified checkpoint if there is one.")
+        start = left or whole
 
 
 def _note(ending: _Ending, directory: LaunchDirectory, stops: StopSignals) -> None:
@@ -258,7 +294,8 @@ class _Attempt:
         path = self._directory.log(told.rank)
         relative = os.path.relpath(path)
         shown = os.fspath(path) if relative.startswith("..") else relative
-        return _Ending(verdict, describe_death(told, step, shown, told.rank == 0 and wrote), step)
+        lost = frozenset(death.rank for death in deaths if not lost_another(death))
+        return _Ending(verdict, describe_death(told, step, shown, told.rank == 0 and wrote), step, lost | {told.rank})
 
     def _death(self, rank: _Rank, report: Failure | None) -> Death:
         with contextlib.suppress(subprocess.TimeoutExpired):  # inside a hung driver call it outlives SIGKILL

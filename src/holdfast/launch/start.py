@@ -28,6 +28,7 @@ from holdfast.data.rows.files import files_of_split, find_files, split_off
 from holdfast.errors import RunStopped
 from holdfast.files import python_module
 from holdfast.launch.environment import is_first_rank, resolve_ranks, srun_task, under_torchrun
+from holdfast.launch.fewer import fewer_ranks
 from holdfast.launch.local import launch_local
 from holdfast.launch.rank import exit_in_time, work
 from holdfast.models.files.places import local_directory
@@ -59,16 +60,18 @@ def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
 
 
 def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
+    ranks = resolve_ranks(loaded.config.launch)
+    fewer = fewer_ranks(loaded.config, ranks)
     check_paths(verb, loaded.config, loaded.base)
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
         program = python_module("holdfast.launch.rank")
         command = [*program, verb, loaded.config.verb, str(file), str(loaded.base)]
-        ranks = resolve_ranks(loaded.config.launch)
         servers = registry.load(registry.SERVERS)(loaded) if engine_of(loaded.config) is not None else nullcontext()
         with servers:
-            return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))
+            launch, run = loaded.config.launch, run_directory(loaded.config)
+            return launch_local(command, ranks, launch, run, fewer=fewer)
 
 
 def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:

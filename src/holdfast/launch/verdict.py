@@ -112,16 +112,25 @@ def first_cause(deaths: Sequence[Death]) -> Death:
 
     def order(death: Death) -> tuple[bool, float]:
         report = death.report
-        if report is not None and (report.kind in ("error", "user") or report.type == HANG):
-            return False, report.time
-        lost_another = (
-            death.ended_by_launcher
-            or death.exit_code in {*IN_ORDER, -signal.SIGABRT}
-            or (report is not None and report.kind == "peer")
-        )
-        return lost_another, death.time
+        return lost_another(death), death.time if report is None or not _tells_its_own(report) else report.time
 
     return min(deaths, key=order)
+
+
+def lost_another(death: Death) -> bool:
+    """Return whether a rank ended because of another one's death; see `first_cause`."""
+    report = death.report
+    if report is not None and _tells_its_own(report):
+        return False
+    return (
+        death.ended_by_launcher
+        or death.exit_code in {*IN_ORDER, -signal.SIGABRT}
+        or (report is not None and report.kind == "peer")
+    )
+
+
+def _tells_its_own(report: Failure) -> bool:
+    return report.kind in ("error", "user") or report.type == HANG
 
 
 def how_it_ended(exit_code: int) -> str:

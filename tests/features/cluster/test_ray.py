@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -213,6 +214,23 @@ def test_what_is_killed_is_named_and_the_same_command_goes_on(raylets: Raylets, 
         assert again.returncode == 0, again.stdout + again.stderr
 
 
+def test_the_ranks_that_are_left_go_on_from_the_last_checkpoint(raylets: Raylets, tmp_path: Path) -> None:
+    command = raylets.launch(tmp_path, "steps=60", "launch.min_ranks=1")
+    running = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _await(lambda: steps(tmp_path) >= 5, 240)
+
+    ranks_of(tmp_path)["1"].kill()
+    reached, killed = steps(tmp_path), time.monotonic()
+    _await(lambda: ranks_of(tmp_path).keys() == {"0"} and steps(tmp_path) > reached, 240)
+    print(f"{time.monotonic() - killed:.1f} s to more lines of steps than before")
+    out, err = running.communicate(timeout=300)
+
+    assert running.returncode == 0, out + err
+    assert "1 of 2 ranks" in err
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["ranks"] for event in events if event["event"] == "start"] == [2, 1]
+
+
 def test_ctrl_c_saves_and_ends_with_3(raylets: Raylets, tmp_path: Path) -> None:
     running = subprocess.Popen(
         raylets.launch(tmp_path, "steps=5000"), env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -231,13 +249,14 @@ def test_ctrl_c_saves_and_ends_with_3(raylets: Raylets, tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"ranks": 3}, "3 ranks need 3 CPUs, 1 each, and this Ray has 2"),
+        ({"values": ["launch.min_ranks=3"]}, "min_ranks=3"),
         ({"address": "127.0.0.1:1"}, "No Ray answers at --address 127.0.0.1:1"),
     ],
 )
 def test_a_run_that_ray_has_no_place_for_is_refused(
-    raylets: Raylets, tmp_path: Path, options: dict[str, object], words: str
+    raylets: Raylets, tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:
-    done = raylets.run(tmp_path, "steps=6", **options)
+    done = raylets.run(tmp_path, "steps=6", *options.pop("values", ()), **options)
 
     assert done.returncode == 2, done.stdout + done.stderr
     assert words in done.stderr

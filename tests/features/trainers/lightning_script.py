@@ -1,7 +1,6 @@
 """A real `Trainer.fit` of Lightning on CPU ranks: `lightning_script.py OUT mp|fsdp [own|weights|last|odd|resume=]...`.
 
-Prints one JSON line: the loss of every step of rank 0, and what lies in OUT. benchmarks/plugin_saves.py takes the
-module and the strategy from here.
+Prints one JSON line: the loss of every step of rank 0, and what lies in OUT.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A real Trainer, or TRL's SFTTrainer, under FSDP2 on CPU ranks: `trainer_script.py OUT [trl] [plain] [resume]`.
 
-Run by tests in processes of their own, and by benchmarks/plugin_saves.py. accelerate makes FSDP of several GPUs only,
+Run by tests in processes of their own. accelerate makes FSDP of several GPUs only,
 so its state is told that there is one: the shim of the next lines. Prints one JSON line: losses and gradient norms by
 step.
 """

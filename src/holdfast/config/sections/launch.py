@@ -21,8 +21,9 @@ class LaunchConfig(Section):
     max_restarts: Count = 0
     """Times a run is started again after a rank died; two deaths at the same step end it."""
     min_ranks: PositiveInt | None = None
-    """On several machines under Slurm: ranks, of all machines together, with which the run goes on from its newest
-    verified checkpoint when a machine is lost, until that comes back; null: the job ends and is queued again."""
+    """Fewest ranks, of all machines together, with which the run goes on from its newest verified checkpoint when
+    others are lost. The next start has all ranks again; under Slurm a machine that comes back joins at once. null: the
+    run ends, or starts again with all ranks (`max_restarts`, a requeued job)."""
     timeout_minutes: Positive = 30.0
     """Longest wait inside one collective."""
 

@@ -1,7 +1,8 @@
 """Ray as a launcher: a placement group, an actor a rank, the environment that torchrun would set, the same program.
 
 Ray places processes and reports that one is gone. It restarts nothing, and owns neither training nor its failures: what
-happened is said by the ranks, and the same command goes on from the newest verified checkpoint.
+happened is said by the ranks, and the run goes on from the newest verified checkpoint: by the same command, or at once
+with fewer ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError, HoldfastError, RunStopped, UserError, how_to_go_on
+from holdfast.features.cluster.ports import free_port
 from holdfast.launch.processes import Guard
 from holdfast.launch.terminal import StopSignals, tell
 from holdfast.launch.verdict import EXIT_WITHOUT_RESULT, IN_ORDER, how_it_ended
@@ -57,10 +59,8 @@ class RankProcess:
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), gpus
 
     def free_port(self) -> int:
-        """Return a port at which nobody listens now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        """Return a port of this machine at which nobody listens now."""
+        return free_port()
 
     def start(self, command: Sequence[str], folder: str, variables: Mapping[str, str]) -> None:
         """Start the rank.
@@ -121,14 +121,27 @@ class _Rank:
     gone: str = ""
     """The reason that Ray gives for the end of the rank's actor; empty while the actor lives."""
     pending: list[Any] = field(default_factory=list)
+    ended_by_launcher: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the rank died for a cause of its own."""
+        in_order = {None, *IN_ORDER, UserError.exit_code, -signal.SIGABRT}  # NCCL aborts a rank that lost another
+        return bool(self.gone) or (self.code not in in_order and not self.ended_by_launcher)
 
     @property
     def ended(self) -> bool:
         return self.code is not None or bool(self.gone)
 
 
-def launch_ray(command: Sequence[str], options: RayOptions, launch: LaunchConfig) -> int:
+def launch_ray(command: Sequence[str], options: RayOptions, launch: LaunchConfig, fewer: Sequence[int] = ()) -> int:
     """Run `command` once per rank on a Ray cluster and return the exit code of the whole.
+
+    Args:
+        command: The argv of one rank.
+        options: What the command line asks of Ray.
+        launch: The section `launch`.
+        fewer: Numbers of ranks with which the run goes on when some are lost; see `launch.fewer`.
 
     Raises:
         ConfigError: Ray is not installed, does not answer, or has no room for the run.
@@ -148,14 +161,44 @@ def launch_ray(command: Sequence[str], options: RayOptions, launch: LaunchConfig
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_ray(options.address, str(error).strip().partition("\n")[0]) from error
     try:
-        group = _placed(ray, options, launch)
-        ranks = _actors(ray, options, launch, group)
+        return _attempts(ray, options, command, launch, fewer)
+    finally:
+        ray.shutdown()
+
+
+def _attempts(ray: Any, options: RayOptions, command: Sequence[str], launch: LaunchConfig, fewer: Sequence[int]) -> int:
+    number = options.ranks
+    while True:
+        try:
+            group = _placed(ray, replace(options, ranks=number), launch)
+        except ConfigError as error:
+            if number == options.ranks:
+                raise
+            tell(f"{error}\n{how_to_go_on(1)}")
+            return RunStopped.exit_code
+        ranks = _actors(ray, replace(options, ranks=number), launch, group)
         _start(ray, ranks, command, launch)
         with StopSignals() as stops:
             _watch(ray, ranks, stops)
-        return _code(ranks)
-    finally:
-        ray.shutdown()
+        code, left = _code(ranks), sum(not rank.lost for rank in ranks)
+        if code != RunStopped.exit_code or not _died(ranks):
+            return code
+        goes_on = left < number and not stops.any
+        number = max((each for each in fewer if each <= left), default=0) if goes_on else 0
+        if not number:
+            tell(how_to_go_on(1))
+            return code
+        words = f"The run goes on with {number} of {options.ranks} ranks"
+        tell(f"{words}, from the newest verified checkpoint if there is one.")
+        _leave(ray, ranks, group)
+
+
+def _leave(ray: Any, ranks: Sequence[_Rank], group: Any) -> None:
+    """Give the places of an attempt back to Ray."""
+    for rank in ranks:
+        with suppress(ray.exceptions.RayError):
+            ray.kill(rank.actor)
+    ray.util.remove_placement_group(group)
 
 
 def _check_address(address: str | None) -> None:
@@ -260,6 +303,8 @@ def _watch(ray: Any, ranks: Sequence[_Rank], stops: StopSignals) -> None:
             tell(text)
             _send(ranks, request)
         if stops.now or (deadline is not None and time.monotonic() > deadline):
+            for rank in ranks:
+                rank.ended_by_launcher = rank.ended_by_launcher or not rank.ended
             _send(ranks, SIGKILL)
         for rank in ranks:
             _look(ray, rank)
@@ -296,6 +341,10 @@ def _send(ranks: Sequence[_Rank], number: int) -> None:
             rank.actor.send.remote(int(number))
 
 
+def _died(ranks: Sequence[_Rank]) -> bool:
+    return any(rank.gone or rank.code not in {None, *IN_ORDER} for rank in ranks)
+
+
 def _code(ranks: Sequence[_Rank]) -> int:
     codes = {rank.code for rank in ranks if not rank.gone}
     if UserError.exit_code in codes:
@@ -303,11 +352,10 @@ def _code(ranks: Sequence[_Rank]) -> int:
             refused = next(rank for rank in ranks if rank.code == UserError.exit_code)
             tell(refused.tail.decode(errors="replace"))
         return UserError.exit_code
-    if any(rank.gone for rank in ranks) or not codes <= {None, *IN_ORDER}:
+    if _died(ranks):
         for rank in ranks:
-            if rank.code not in {None, *IN_ORDER, -SIGKILL}:
+            if not (rank.gone or rank.ended_by_launcher or rank.code in {None, *IN_ORDER}):
                 _tell_death(rank)
-        tell(how_to_go_on(1))
         return RunStopped.exit_code
     if EXIT_WITHOUT_RESULT in codes:
         return HoldfastError.exit_code

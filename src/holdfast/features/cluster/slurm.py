@@ -20,6 +20,7 @@ from pathlib import Path
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
+from holdfast.features.cluster.ports import agreed_port
 from holdfast.files import python_module
 from holdfast.launch.environment import SRUN_VARIABLES, inherited, resolve_ranks, srun_task
 
@@ -82,13 +83,10 @@ def batch_script(job: Job) -> str:
 _BODY = """
 cd {folder} || exit 2
 
-# The nodes meet on the first of them, which runs this shell, at the first port from the job's own on at which nobody
-# listens, neither for this machine alone nor at the node's address.
+# The nodes meet on the first of them, which runs this shell, at a port that its system gives.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed 's/.*NodeAddr=\\([^ ]*\\).*/\\1/')
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-listens() {{ (exec 3<> "/dev/tcp/$1/$MASTER_PORT") 2> /dev/null; }}
-while listens 127.0.0.1 || listens "$MASTER_ADDR"; do MASTER_PORT=$((MASTER_PORT + 1)); done
+export MASTER_PORT=$({python} -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
 {interface}
 # Shortly before the time limit Slurm signals this shell alone. It passes SIGTERM on: the run saves and stops.
 pass_on() {{ timeout 10 scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null & }}
@@ -188,16 +186,15 @@ class JobStep:
 
     @property
     def meeting(self) -> dict[str, str]:
-        """Where the tasks meet: what the environment names, else the step's first node and a port of job and step.
+        """Where the tasks meet: what the environment names, else the step's first node and a free port of it.
 
-        Tasks that have not met cannot look for a free port together; a port in use is refused when they meet.
+        Raises:
+            ConfigError: The first node is unknown, or does not answer.
         """
-        host, port = self.environ.get("MASTER_ADDR"), self.environ.get("MASTER_PORT")
-        number = int(self.job) + 1009 * int(self.environ.get("SLURM_STEP_ID", 0))
-        return {
-            "MASTER_ADDR": host or self._first_node(),
-            "MASTER_PORT": port or str(20000 + number % 10000),
-        }
+        host, port = self.environ.get("MASTER_ADDR") or self._first_node(), self.environ.get("MASTER_PORT")
+        parts = (self.job, *(self.environ.get(name, "0") for name in ("SLURM_STEP_ID", "SLURM_RESTART_COUNT")))
+        port = port or str(agreed_port(host, ".".join(parts), self.number, self.tasks))
+        return {"MASTER_ADDR": host, "MASTER_PORT": port}
 
     @property
     def node(self) -> int:

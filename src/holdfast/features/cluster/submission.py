@@ -13,6 +13,7 @@ from holdfast.features.cluster.ray import RayOptions, launch_ray
 from holdfast.features.cluster.slurm import Job, batch_script, check_cluster, submit
 from holdfast.files import python_module
 from holdfast.launch.environment import resolve_ranks
+from holdfast.launch.fewer import fewer_ranks
 from holdfast.launch.start import check_paths
 from holdfast.training.directory import run_directory
 
@@ -35,9 +36,10 @@ def launch_on_ray(file: Path, overrides: Sequence[str], options: RayOptions) -> 
     """
     loaded = load_run(file, overrides)
     verb = loaded.config.verb
+    fewer = fewer_ranks(loaded.config, options.ranks)
     check_paths(verb, loaded.config, loaded.base)
     command = [*python_module("holdfast.cli.main"), verb, str(file), *overrides]
-    return launch_ray(command, options, loaded.config.launch)
+    return launch_ray(command, options, loaded.config.launch, fewer)
 
 
 def launch_slurm(file: Path, overrides: Sequence[str], options: SlurmOptions, *, to_submit: bool) -> None:
@@ -48,12 +50,14 @@ def launch_slurm(file: Path, overrides: Sequence[str], options: SlurmOptions, *,
     """
     loaded = load_run(file, overrides)
     config = loaded.config
+    ranks_per_node = options.gpus_per_node or resolve_ranks(config.launch)
+    fewer_ranks(config, options.nodes * ranks_per_node)
     check_paths(config.verb, config, loaded.base)
     job = Job(
         command=[config.verb, str(file), *overrides],
         run_directory=run_directory(config),
         nodes=options.nodes,
-        ranks_per_node=options.gpus_per_node or resolve_ranks(config.launch),
+        ranks_per_node=ranks_per_node,
         gpus_per_node=options.gpus_per_node or 0,
         time=options.time,
         interface=options.interface,

@@ -175,6 +175,7 @@ def _run(plan: ProofPlan, directory: Path, variables: Mapping[str, str], *, expe
         *python_module("holdfast.cli.main"), plan.verb, str(plan.file), *plan.overrides, f"steps={plan.steps}",
         f"run.name={directory.name}", f"run.dir={directory.parent}", f"checkpoint.every_steps={plan.every}",
         "checkpoint.at_end=true", "checkpoint.export_at_end=false", "metrics.log_every=1", "launch.max_restarts=0",
+        "launch.min_ranks=null",
         "checkpoint.storage=null",  # the two runs, and the user's own, would find each other's checkpoints there
     ]  # fmt: skip
     if plan.outside:

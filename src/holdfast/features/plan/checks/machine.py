@@ -289,7 +289,7 @@ def main(role: str, folder: Path) -> int:
     """Start the ranks, or be one of them; rank 0 writes the outcome."""
     task = RankTask.read(folder)
     if role == "launch":
-        launch = LaunchConfig.model_validate(task.launch).model_copy(update={"max_restarts": 0})
+        launch = LaunchConfig.model_validate(task.launch).model_copy(update={"max_restarts": 0, "min_ranks": None})
         command = [*python_module("holdfast.features.plan.checks.machine"), "rank", str(folder)]
         return launch_local(command, resolve_ranks(launch), launch, folder / "run")
     try:
