@@ -15,8 +15,6 @@ ENGINES = {
 """Rollout engines outside `rollout/local`, by the kind of `rollout.engine`."""
 SERVERS = "holdfast.features.vllm.serving:servers_of"
 """Context manager that starts and stops the inference servers of a run."""
-SERVER_DEVICES = "holdfast.features.vllm.placement:describe"
-"""Says on which GPUs the inference servers of a run compute, and refuses those that they cannot have."""
 SERVER_COMMANDS = "holdfast.features.vllm.serving:planned_commands"
 """Returns the command lines of the inference servers that a run would start."""
 SERVERS_UNDER_TORCHRUN = "holdfast.features.vllm.serving:refuse_starting"

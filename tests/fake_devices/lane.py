@@ -5,11 +5,8 @@ It prints a JSON line for each run. The guard must be there before torch, so no 
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -50,11 +47,8 @@ def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str
         "peaks": {f"{phase} {device}": [peak.total, peak.by_kind] for (phase, device), peak in made.steady.items()},
         "resumed": {f"{phase} {device}": [peak.total, peak.by_kind] for (phase, device), peak in made.resumed.items()},
         "host_values": [[value.phase, value.reason] for value in made.host_values],
-        "messages": {f"{phase} {kind}": note for (phase, kind), note in made.messages.items()},
         "made": {" ".join(key): size for key, size in made.allocated.items() if key[1] == "cuda"},
-        "units": [[unit.name, unit.bytes_, unit.trainable] for unit in made.plan.units],
         "micro_batches": made.micro_batches,
-        "sharded": made.plan.sharded,
         "notes": made.notes,
         "recorders": len(recorders),
         "compiled_blocks": len(made.plan.compile_blocks),
@@ -86,24 +80,5 @@ def main(folder: str, ranks: str, rank: str, *names: str) -> None:
         print("lane " + json.dumps(said), flush=True)
 
 
-def traced(files: set[str], output: Path) -> None:
-    """Note which lines of some files are executed, and write them down at the end; for tools/cuda_lines.py."""
-    lines: dict[str, set[int]] = {}
-
-    def local(frame: Any, event: str, _: object) -> Any:
-        if event == "line":
-            lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
-        return local
-
-    def enter(frame: Any, *_: object) -> Any:
-        return local if frame.f_code.co_filename in files else None
-
-    threading.settrace(enter)
-    sys.settrace(enter)
-    atexit.register(lambda: output.write_text(json.dumps({name: sorted(seen) for name, seen in lines.items()})))
-
-
 if __name__ == "__main__":
-    if "LANE_LINES" in os.environ:
-        traced(set(json.loads(os.environ["LANE_FILES"])), Path(os.environ["LANE_LINES"]))
     main(*sys.argv[1:])

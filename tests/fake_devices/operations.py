@@ -24,7 +24,8 @@ def main() -> None:
     import torch
     from torch.utils._pytree import tree_leaves
 
-    from holdfast.features.plan.counting.traffic import Traffic
+    from holdfast.features.plan.counting.memory import Ledger
+    from holdfast.features.plan.counting.observer import TensorObserver
     from holdfast.features.plan.execution import execute
     from holdfast.features.plan.records import RankSpec
     from tests.fake_devices.cases import DENSE, tree
@@ -32,18 +33,22 @@ def main() -> None:
 
     counts: Counter[str] = Counter()
 
-    class CountedTraffic(Traffic):
+    class CountedLedger(Ledger):
         def restart(self) -> None:
             super().restart()
             counts.clear()
 
-        def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-            super().see(func, args, kwargs, result)
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-            runs = not func.is_view and not func.name().startswith(NO_LAUNCH)
-            counts[self._moment()] += runs and any(tensor.is_cuda for tensor in tensors)
+    class CountingObserver(TensorObserver):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if result is not NotImplemented:
+                tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+                runs = not func.is_view and not func.name().startswith(NO_LAUNCH)
+                counts[self._ledger.moment] += runs and any(tensor.is_cuda for tensor in tensors)
+            return result
 
-    setattr(execute, "Traffic", CountedTraffic)  # noqa: B010 - the name that the module imported
+    setattr(execute, "Ledger", CountedLedger)  # noqa: B010 - the names that the module imported
+    setattr(execute, "TensorObserver", CountingObserver)  # noqa: B010
     found = {}
     for blocks in (1, 2):
         run = tree(

@@ -8,10 +8,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +17,15 @@ import pytest
 import yaml
 
 import holdfast
-from holdfast.cli.commands.data.survey import survey_of
-from holdfast.config.sections.engine import StartConfig
 from holdfast.config.sections.model import ModelConfig
-from holdfast.config.verbs.roots import load_run
-from holdfast.config.verbs.training import as_plain
-from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, ModelError
 from holdfast.features.plan.checks.findings import Check, Finding, findings_of, ok
-from holdfast.features.plan.checks.inputs import CheckedRun, changed_keys
 from holdfast.features.plan.checks.machine import bad_pairs
-from holdfast.features.plan.checks.servers import shortage
 from holdfast.features.plan.doctor import doctor, machine_facts, told
 from holdfast.models.files.origin import load_tokenizer
 from holdfast.models.setup.model import blueprint
-from tests.features.vllm.served import REWARD, served_tree
-from tests.training.cases import run, tree
+from tests.messages import lacks
+from tests.training.cases import tree
 
 MODEL = tree("")["model"]
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
@@ -44,12 +35,6 @@ pathlib.Path(__file__).with_name("was-run").touch()
 
 def hangs(completion, **rest):
     time.sleep(3600)
-
-def raises(completion, **rest):
-    raise ValueError("no such thing")
-
-def sound(completion, **rest):
-    return len(completion)
 """
 
 
@@ -97,66 +82,31 @@ def test_a_sound_run_is_ok_and_nothing_is_left(capsys: Any, place: Path) -> None
 
     code, findings = looked(capsys, path, "launch.ranks=2")
 
-    assert code == 0
-    assert [finding["name"] for finding in findings if finding["grade"] != "Ok"] == ["tokenizer"]  # of few characters
-    names = [
-        "configuration",
-        "versions",
-        "devices",
-        "place",
-        "ranks",
-        "tokenizer",
-        "model",
-        "rows",
-        "batches",
-        "rewards",
-        "resume",
-        "plan",
-    ]
+    assert code == 0, findings
+    busy = {"place"}  # a disk that others use may be slow
+    assert {finding["grade"] for finding in findings if finding["name"] not in busy} == {"Ok"}, findings
+    names = ["configuration", "versions", "devices", "ranks", "place", "model", "plan", "run"]
     assert [finding["name"] for finding in findings] == names
     assert "2 over gloo" in by_name(findings, "ranks")[1]
-    assert "8 prompts x 2 completions a step, 16 an update over 2 ranks" in by_name(findings, "batches")[1]
+    assert "the dry run of 2 steps" in by_name(findings, "run")[1]
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_reward_that_hangs_fails_with_its_name(capsys: Any, place: Path) -> None:
-    code, findings = looked(
-        capsys, written(place, ["rewards.py:hangs", "rewards.py:sound"]), "launch.ranks=1", only="rewards"
-    )
+@pytest.mark.slow
+def test_what_the_dry_run_says_is_told(capsys: Any, place: Path) -> None:
+    code, findings = looked(capsys, written(place, "rewards.py:none"), "launch.ranks=1", only="run")
 
-    rewards = [(finding["grade"], finding["text"]) for finding in findings if finding["name"] == "rewards"]
-    assert code == 1
-    assert rewards[0][0] == "Fail"
-    assert rewards[0][1].startswith("hangs hangs: ")
-    assert rewards[1][0] == "Ok"
-    assert rewards[1][1].startswith("sound gives 1, 1 in ")
-
-
-def test_a_reward_that_raises_fails_with_what_it_raised(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place, "rewards.py:raises"), only="rewards")
-
-    assert code == 1
-    grade, text = by_name(findings, "rewards")
-    assert grade == "Fail"
-    assert "ValueError: no such thing" in text
-
-
-def test_a_reward_whose_file_hangs_when_it_is_imported_fails_with_its_name(capsys: Any, place: Path) -> None:
-    (place / "slow.py").write_text("import time\ntime.sleep(3600)\n")
-    path = written(place, "slow.py:never", rewards={"start_timeout_seconds": 2.0})
-
-    code, findings = looked(capsys, path, only="rewards")
-
-    grade, text = by_name(findings, "rewards")
+    grade, text = by_name(findings, "run")
     assert (code, grade) == (1, "Fail")
-    assert text.startswith("never: ")
+    assert lacks(text, "exit code 2 rewards.py none") == []
+    assert not (place / "runs").exists()
 
 
 def test_without_code_no_file_of_the_users_is_run(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place, "rewards.py:hangs"), runs_code=False, only="rewards")
+    code, findings = looked(capsys, written(place, "rewards.py:hangs"), runs_code=False, only="plan run")
 
     assert code == 0
-    assert by_name(findings, "rewards") == ("Unknown", "hangs is not run (--no-code)")
+    assert {finding["grade"] for finding in findings} == {"Unknown"}
     assert not (place / "was-run").exists()
 
 
@@ -166,14 +116,6 @@ def test_a_place_that_cannot_be_written_fails_in_one_paragraph(capsys: Any, plac
     grade, text = by_name(findings, "place")
     assert (code, grade) == (1, "Fail")
     assert text.startswith("/proc cannot be written: ")
-
-
-def test_more_ranks_than_rows_is_a_warning(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place), "launch.ranks=3", "data.batch_size=1", only="rows")
-
-    grade, text = by_name(findings, "batches")
-    assert (code, grade) == (0, "Warn")
-    assert "fewer than 3 ranks: 1 have nothing to do" in text
 
 
 @pytest.mark.slow
@@ -195,13 +137,6 @@ def test_a_run_that_does_not_fit_fails_with_what_to_turn(capsys: Any, place: Pat
     assert text.endswith("or use fewer ranks on a machine.")
 
 
-def test_ranks_that_cannot_be_arranged_fail(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place), "launch.ranks=1", "parallel.replicate=2", only="rows")
-
-    assert code == 1
-    assert "parallel.replicate=2 copies cannot be spread over 1 ranks" in str(findings)
-
-
 @pytest.mark.slow
 def test_a_file_that_is_wrong_fails_beside_what_can_be_looked_at(capsys: Any, place: Path) -> None:
     code, findings = looked(capsys, written(place, steps="many"))
@@ -220,130 +155,6 @@ def test_a_device_that_is_not_here_fails(capsys: Any, place: Path) -> None:
     assert by_name(findings, "devices") == ("Fail", "launch.device: cuda, but there is no GPU")
     assert by_name(findings, "ranks")[0] == "Fail"
     assert "torch finds no GPU here" in by_name(findings, "ranks")[1]
-
-
-@pytest.fixture
-def judge() -> Iterator[str]:
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802 - its name
-            body = json.dumps({"data": [{"id": "small"}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def do_POST(self) -> None:  # noqa: N802 - its name
-            self.rfile.read(int(self.headers["Content-Length"]))
-            body = json.dumps({"choices": [{"message": {"content": "7"}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = HTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def judged(url: str, model: str) -> dict[str, Any]:
-    return {
-        "kind": "judge",
-        "url": url,
-        "model": model,
-        "prompt": "{completion}",
-        "attempts": 1,
-        "timeout_seconds": 2.0,
-    }
-
-
-def test_an_endpoint_is_asked_for_its_models(capsys: Any, place: Path, judge: str) -> None:
-    code, findings = looked(capsys, written(place, judged(judge, "small")), only="endpoints")
-    assert code == 0
-    assert by_name(findings, "endpoints")[1].startswith(f"reward[0]: {judge} serves small")
-
-    code, findings = looked(capsys, written(place, judged(judge, "large")), only="endpoints")
-    assert (code, by_name(findings, "endpoints")[0]) == (1, "Fail")
-
-    code, findings = looked(
-        capsys, written(place, judged("http://127.0.0.1:9/v1", "small")), runs_code=False, only="endpoints"
-    )
-    assert (code, by_name(findings, "endpoints")[0]) == (1, "Fail")
-    assert "cannot be reached" in by_name(findings, "endpoints")[1]
-
-
-def test_servers_of_rollouts_are_asked_or_could_be_started(capsys: Any, place: Path, judge: str) -> None:
-    (place / "reward.py").write_text(REWARD)
-    server, nobody = judge.removesuffix("/v1"), "http://127.0.0.1:9"
-    values = served_tree([server, nobody], str(place / "runs"))
-    (place / "served.yaml").write_text(yaml.safe_dump(values))
-
-    code, findings = looked(capsys, place / "served.yaml", runs_code=False, only="endpoints")
-
-    assert code == 1
-    first, second = [each["text"] for each in findings if each["name"] == "endpoints"]
-    assert first.startswith(f"rollout.engine: {server}/v1 serves small")
-    assert second.startswith(f"rollout.engine: {nobody}/v1 cannot be reached")
-
-    values["rollout"]["engine"] |= {"start": True, "python": "no-such-python"}
-    (place / "served.yaml").write_text(yaml.safe_dump(values))
-    code, findings = looked(capsys, place / "served.yaml", runs_code=False, only="endpoints")
-    assert (code, by_name(findings, "endpoints")[0]) == (1, "Fail")
-    assert "no-such-python is no program here" in by_name(findings, "endpoints")[1]
-
-
-@pytest.mark.parametrize(
-    ("start", "gib", "told"),
-    [
-        ({}, 14, ""),
-        ({}, 74, "weights take 74 GiB of each GPU, and vLLM's share of 0.92 leaves a server 73.6 GiB of 80 GiB"),
-        ({"tensor_parallel_size": 2}, 74, ""),
-        (
-            {"gpu_memory_utilization": 0.15},
-            14,
-            "weights take 14 GiB of each GPU, and gpu_memory_utilization: 0.15 leaves a server 12 GiB of 80 GiB",
-        ),
-        ({"gpu_memory_utilization": 0.15, "arguments": {"quantization": "fp8"}}, 14, ""),
-    ],
-)
-def test_weights_that_no_server_has_room_for_are_told(start: dict[str, Any], gib: int, told: str) -> None:
-    assert shortage(StartConfig.model_validate(start), gib * 2**30, [80 * 2**30, 96 * 2**30]) == told
-
-
-def test_what_a_resume_would_do_is_said(capsys: Any, pools: Any, tmp_path: Path) -> None:
-    values = tree(str(tmp_path), checkpoint={"every_steps": 2, "rehearsal": False}, steps=4)
-    pools(1).run(run, values)
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values))
-
-    grade, text = by_name(looked(capsys, path, "steps=6", only="resume")[1], "resume")
-    assert grade == "Warn"
-    assert text.startswith("the run would go on from step 4 (")
-    assert "2 steps are left, with other values than it had: steps 4 -> 6" in text
-
-    (tmp_path / "r/checkpoints/step-00000004/manifest.json").write_text("{")
-    grade, text = by_name(looked(capsys, path, only="resume")[1], "resume")
-    assert grade == "Warn"
-    assert "from step 2" in text
-    assert "newer ones are damaged: step-00000004" in text
-
-
-def test_changed_values_are_told_by_leaf_and_without_what_may_be_secret(place: Path) -> None:
-    (place / "rewards.py").write_text(REWARDS)
-    own = {"kind": "path", "path": "rewards.py:sound", "kwargs": {"key": "planted1", "list": [{"a": "planted2"}]}}
-    path = written(place, [own, {"kind": "exact", "weight": 0.5}], run={"name": "r", "dir": str(place / "runs")})
-    before, after = load_run(path, []), load_run(path, ["reward.1.weight=1.0", "reward.0.kwargs.key=planted3"])
-    run = CheckedRun(after.config, place, 1, survey_of, dict)
-    run.directory.mkdir(parents=True)
-    (run.directory / "config.resolved.yaml").write_text(to_yaml(as_plain(before.config)))
-
-    assert changed_keys(run) == ["reward.0.kwargs changed", "reward.1.weight 0.5 -> 1.0"]
 
 
 def test_pairs_that_are_known_not_to_work_fail() -> None:
@@ -388,13 +199,14 @@ def test_a_check_that_is_not_there_is_refused_with_those_that_are(capsys: Any, p
 def test_a_model_that_an_earlier_run_would_write_is_missing_once(capsys: Any, place: Path) -> None:
     path = written(place, model={"path": "runs/first/exports/final"})
 
-    code, findings = looked(capsys, path, "launch.ranks=1", only="configuration tokenizer plan")
+    code, findings = looked(capsys, path, "launch.ranks=1", only="configuration plan run")
 
     assert code == 1
     grade, words = by_name(findings, "configuration")
     assert grade == "Fail"
     assert words.endswith("The run in runs/first would write it at its end: start that one first.")
     assert by_name(findings, "plan") == ("Unknown", "not looked at, for what configuration says")
+    assert by_name(findings, "run") == ("Unknown", "not tried, for what fails above")
 
 
 def stored_model(place: Path) -> Path:

@@ -11,9 +11,10 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.features.plan.counting.kinds import GATHERED
+from holdfast.features.plan.formulas import known_size, parts_by_formulas
 from holdfast.features.plan.records import RankSpec
 from holdfast.features.plan.request import _by_formulas, planned, turns
-from tests.fake_devices.cases import DENSE, tree
+from tests.fake_devices.cases import DENSE, EXPERTS, tree
 
 
 @pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}])
@@ -62,3 +63,31 @@ def test_a_residency_that_moves_nothing_is_noted(tmp_path: Path, ranks: int, par
     notes = planned(asked, "there is no compiler")["notes"]
 
     assert sum("residency.parameters" in note for note in notes) == noted
+
+
+@pytest.mark.parametrize(("model", "ranks"), [({"config": DENSE}, 8), ({"config": EXPERTS}, 1)])
+def test_formulas_count_without_torch_what_they_count_of_a_model_that_is_built(
+    tmp_path: Path, model: dict[str, Any], ranks: int
+) -> None:
+    config = from_mapping(tree(model=model), SFTConfig)
+    size = known_size(config, tmp_path)
+    assert size is not None
+
+    at_once = parts_by_formulas(config, size, ranks, "cuda")
+
+    built = _by_formulas(config, tmp_path, RankSpec(ranks), "there is no compiler").steady["backward", "cuda"].by_kind
+    assert at_once == pytest.approx(built, rel=0.02)
+
+
+def test_what_to_turn_ends_with_what_should_fit(tmp_path: Path) -> None:
+    values = tree(data={"tokens_per_micro_batch": 4096})
+    asked = {"verb": "sft", "config": values, "base": str(tmp_path), "ranks": 1, "device": "cpu", "memory": 2**34}
+    peak = planned(asked, "there is no compiler")["peak_bytes"]
+
+    short = planned(asked | {"memory": int(0.7 * peak)}, "there is no compiler")
+
+    assert not short["fits"]
+    assert [turn["fits"] for turn in short["turns"]] == [False] * (len(short["turns"]) - 1) + [True]
+    peaks = [turn["peak_bytes"] for turn in short["turns"]]
+    assert peaks == sorted(peaks, reverse=True)
+    assert short["turns"][0]["key"] == "data.tokens_per_micro_batch"

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from holdfast.config.base import leaves
 from holdfast.config.load import LoadedConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.roots import load_run
-from holdfast.config.verbs.training import TrainingConfig, as_plain
+from holdfast.config.verbs.training import TrainingConfig
 from holdfast.config.versions import versions
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.files import size_words
@@ -49,7 +48,7 @@ def doctor(
 
     counts: Counter[Grade] = Counter()
     findings: list[Finding] = []
-    checks = _chosen(list(_checks(path, overrides, runs_code=runs_code)), only)
+    checks = _chosen(list(_checks(path, overrides, findings, runs_code=runs_code)), only)
     if not is_first_rank():  # under torchrun: it is there to be met
         findings = list(findings_of([check for check in checks if check.name == RANKS]))
         return int(any(finding.grade is Grade.fail for finding in findings))
@@ -89,13 +88,13 @@ def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
     return [check for check in checks if check.name in (only or names)]
 
 
-def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
-    from holdfast.cli.commands.data.survey import survey_of
-    from holdfast.features.plan.checks.findings import Check, fail, ok, unknown
-    from holdfast.features.plan.checks.inputs import CheckedRun, checks_of_run
+def _checks(
+    path: Path | None, overrides: Sequence[str], findings: Sequence[Finding], *, runs_code: bool
+) -> Iterator[Check]:
+    """Yield what is looked at, in order; `findings` are those so far, whenever a check asks."""
+    from holdfast.features.plan.checks.findings import Check, Grade, fail, ok, unknown
     from holdfast.features.plan.checks.machine import checks_of_machine
-    from holdfast.features.plan.checks.measured import plan_verdict
-    from holdfast.features.plan.planning import NoPlan, options_here, planned_apart
+    from holdfast.features.plan.checks.trial import TRIAL, look_at_trial
     from holdfast.launch.start import check_paths
 
     if path is None:
@@ -108,44 +107,60 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
         yield Check("configuration", lambda: iter([fail("configuration", sentence)]))
         yield from checks_of_machine(LaunchConfig())
         return
+    config = loaded.config
+
+    def paths() -> Iterator[Finding]:
+        check_paths(config.verb, config, loaded.base)
+        yield ok("configuration", f"{path} is a file for `holdfast {config.verb}`, and what it names is there")
+
+    def trial() -> Iterator[Finding]:
+        if any(finding.grade is Grade.fail for finding in findings):
+            yield unknown(TRIAL, "not tried, for what fails above")
+        else:
+            yield from look_at_trial(config, path, overrides, runs_code=runs_code)
+
+    yield Check("configuration", paths)
+    yield from checks_of_machine(config.launch, compiles=config.compiles_blocks("cuda"))
+    yield from _checks_of_memory(loaded, runs_code=runs_code)
+    yield Check(TRIAL, trial)
+
+
+def _checks_of_memory(loaded: LoadedConfig[TrainingConfig], *, runs_code: bool) -> Iterator[Check]:
+    """Yield the checks of disk, weights and device memory; the first one that asks makes the plan."""
+    from holdfast.features.plan.checks.findings import Check, unknown
+    from holdfast.features.plan.checks.machine import look_at_place
+    from holdfast.features.plan.checks.measured import plan_verdict
+    from holdfast.features.plan.checks.model_files import MODEL, look_at_weights
+    from holdfast.features.plan.checks.trial import names_code
+    from holdfast.features.plan.planning import NoPlan, options_here, planned_apart
+
     config, base = loaded.config, loaded.base
     if not runs_code:
         config = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": False})})
 
-    def paths() -> Iterator[Finding]:
-        check_paths(config.verb, config, base)
-        yield ok("configuration", f"{path} is a file for `holdfast {config.verb}`, and what it names is there")
-
     @cache
-    def attempted() -> dict[str, Any] | HoldfastError:
-        if not runs_code and _names_code(config):
-            return NoPlan("not executed (--no-code): the configuration names files of yours")
+    def planned() -> dict[str, Any] | HoldfastError:
+        if not runs_code and names_code(config):
+            return NoPlan("not executed (--no-code): the configuration names code of yours")
+        ranks = world_size() if under_torchrun() else resolve_ranks(config.launch)
         try:
             return planned_apart(LoadedConfig(config, base), options_here(config.launch, ranks))
         except HoldfastError as error:
             return error
 
-    def planned() -> dict[str, Any]:
-        outcome = attempted()
-        if isinstance(outcome, HoldfastError):
-            raise outcome
-        return outcome
+    def checkpoint_bytes() -> int | None:
+        plan = planned()
+        return None if isinstance(plan, HoldfastError) else plan["checkpoint_bytes"]
 
     def fits() -> Iterator[Finding]:
-        try:
-            yield plan_verdict(planned())
-        except NoPlan as error:
-            yield unknown("plan", str(error))
+        plan = planned()
+        if isinstance(plan, HoldfastError) and not isinstance(plan, NoPlan):
+            raise plan
+        yield unknown("plan", str(plan)) if isinstance(plan, NoPlan) else plan_verdict(plan)
 
-    ranks = world_size() if under_torchrun() else resolve_ranks(config.launch)
-    yield Check("configuration", paths)
-    yield from checks_of_run(CheckedRun(config, base, ranks, survey_of, planned, runs_code))
+    yield Check("place", lambda: look_at_place(config, checkpoint_bytes))
+    yield Check(MODEL, lambda: look_at_weights(config, base, runs_code=runs_code))
     yield Check("plan", fits)
-
-
-def _names_code(config: TrainingConfig) -> bool:
-    """Say whether a loss, an optimizer or the like is a file of the user's; rewards are not run for a plan."""
-    return any(value == "path" and key.rpartition(".")[2] == "kind" for key, value in leaves(as_plain(config)))
 
 
 _TOLD_VARIABLES = (

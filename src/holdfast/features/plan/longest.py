@@ -20,11 +20,12 @@ from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import HoldfastError, UserError
 from holdfast.features.plan.counting.kinds import ACTIVATIONS, CACHE, TEMPORARY
-from holdfast.features.plan.devices import GIB, device_named
+from holdfast.features.plan.devices import GIB
 from holdfast.features.plan.execution.origin import without_files
 from holdfast.features.plan.execution.process import tell
+from holdfast.features.plan.formulas import sequences_of_row
 from holdfast.features.plan.records import RankSpec, plain_plan, room_for_tensors
-from holdfast.features.plan.request import made, sequences_of_row, turns
+from holdfast.features.plan.request import made, turns
 
 MOST_EXECUTIONS = 6
 """Of one `context` and one `offload`; three suffice as a rule."""
@@ -123,7 +124,6 @@ def longest(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     """
     config = from_mapping(request["config"], ROOTS[request["verb"]], "the run")
     on_cpu = request["device"] == "cpu"
-    device = None if on_cpu else device_named(request["device"])
     ranks = request["ranks"]
     spec = RankSpec(ranks, 0, "cpu" if on_cpu else "cuda", request["memory"])
     searching = _Searching(config, Path(request["base"]), spec, no_guard)
@@ -134,10 +134,9 @@ def longest(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
         raise UserError(answers[0]["refused"])
     if all(answer["tokens"] is None for answer in tried):
         raise NothingFits(_nothing_fits(searching, tried))
-    searching.say_what_to_turn(answers)
     return {
         "ranks": ranks,
-        "device": None if device is None else device.name,
+        "device": None if on_cpu else request["device"],
         "memory_bytes": request["memory"],
         "executed": searching.executed,
         "longest": answers,
@@ -248,24 +247,12 @@ class _Searching:
             plain["rollout"] |= {"max_new_tokens": tokens - self._prompt}
         return from_mapping(plain, type(self._config), "the run")
 
-    def say_what_to_turn(self, answers: list[dict[str, Any]]) -> None:
-        """Add to each answer the change that leaves room for longer rows."""
-        for index, answer in enumerate(answers):
-            if "refused" in answer:
-                continue
-            following = [
-                later
-                for later in answers[index + 1 :]
-                if later["offload"] == answer["offload"] and (later.get("tokens") or 0) > (answer["tokens"] or 0)
-            ]
-            answer["turn"] = self._turn(answer, following[0]["context"] if following else None)
-
-    def _turn(self, answer: Mapping[str, Any], more_context: int | None) -> str:
+    def turn(self, answer: Mapping[str, Any]) -> str:
+        """Return the first change that leaves room for longer rows."""
         config = self.config_of(answer["tried"], answer["context"], answer["offload"])
-        savings = [f"{turn.key}: {turn.value}" for turn in turns(config, self._spec)]
+        savings = [f"{saving.key}: {saving.value}" for saving in turns(config, self._spec)]
         recompute = [saving for saving in savings if saving.startswith("parallel.recompute")]
-        wider = [] if more_context is None else [f"parallel.context: {more_context}"]
-        return next(iter([*recompute, *wider, *savings]), "more ranks, or devices with more memory")
+        return next(iter([*recompute, *savings]), "more ranks, or devices with more memory")
 
     def of_positions(self, answers: list[dict[str, Any]]) -> list[str]:
         """Return what to say where rows are longer than a model's positions."""
@@ -283,9 +270,8 @@ class _Searching:
 def _nothing_fits(searching: _Searching, answers: list[dict[str, Any]]) -> str:
     answer = min(answers, key=lambda answer: int(answer["peak_bytes"]))
     parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in answer["parts"].items() if size >= GIB / 100)
-    searching.say_what_to_turn([answer])
     return (
         f"No row fits: rows of {answer['tried']} tokens take {answer['peak_bytes'] / GIB:.2f} GiB in {answer['phase']} "
         f"({parts}), and tensors may take {answer['room_bytes'] / GIB:.2f} GiB of each device. What to turn: "
-        f"{answer['turn']}, more ranks, or devices with more memory (--ranks, --device, --memory)."
+        f"{searching.turn(answer)}, more ranks, or devices with more memory (--ranks, --device, --memory)."
     )

@@ -18,8 +18,9 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError, HoldfastError, UserError
-from holdfast.features.plan.devices import DEVICES, bytes_of, device_named
+from holdfast.features.plan.devices import DEVICES, GIB, bytes_of, memory_of
 from holdfast.features.plan.execution.process import NEWS
+from holdfast.features.plan.formulas import known_size, parts_by_formulas, uncounted
 from holdfast.files import python_module
 from holdfast.training.directory import check_writable, run_directory, save_plan
 
@@ -99,6 +100,8 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
         NoPlan: The process ended without an answer.
     """
     request = _request(loaded, options)
+    if not options.longest:
+        _tell_formulas(loaded.config, loaded.base, request)
     with tempfile.TemporaryDirectory(prefix="holdfast-plan-") as folder:
         output = Path(folder) / "plan.json"
         request["output"] = str(output)
@@ -122,11 +125,26 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
     return plan_made
 
 
+def _tell(text: str) -> None:
+    print(f"{NEWS}{text}", file=sys.stderr, flush=True)
+
+
+def _tell_formulas(config: TrainingConfig, base: Path, request: dict[str, Any]) -> None:
+    """Tell what formulas say, which takes a moment where an execution takes a minute."""
+    size = known_size(config, base)
+    if size is None:
+        return
+    by_kind = parts_by_formulas(config, size, request["ranks"], "cpu" if request["device"] == "cpu" else "cuda")
+    left_out = uncounted(config)
+    rest = f", without {left_out}" if left_out else ""
+    _tell(f"by formulas {sum(by_kind.values()) / GIB:.2f} of {request['memory'] / GIB:.2f} GiB at the peak{rest}")
+
+
 def _executed(request: dict[str, Any], folder: Path) -> tuple[int, str]:
     """Let a process answer a request, pass its news on, and return its exit code and what it complained of."""
     ranks = f"{request['ranks']} rank{'s' if request['ranks'] > 1 else ''} of {request['device']}"
     what = "steps of rows of many lengths are" if request["longest"] else "a step is"
-    print(f"{NEWS}{what} executed for {ranks}, on devices that compute nothing", file=sys.stderr, flush=True)
+    _tell(f"{what} executed for {ranks}, on devices that compute nothing")
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     errors = folder / "errors.txt"
     with (folder / "request.json").open(encoding="utf-8") as asked, errors.open("wb") as complaints:
@@ -149,7 +167,7 @@ def _request(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict
     ranks = options.ranks or (config.launch.ranks if isinstance(config.launch.ranks, int) else 1)
     name = (options.device or "").lower() or ("cpu" if config.launch.device == "cpu" else "h100")
     memory = None if options.memory is None else bytes_of(options.memory)
-    room = psutil.virtual_memory().total // ranks if name == "cpu" else device_named(name).memory
+    room = psutil.virtual_memory().total // ranks if name == "cpu" else memory_of(name)
     return {
         "verb": config.verb,
         "config": as_plain(config),

@@ -10,7 +10,8 @@ import torch
 
 from holdfast.features.plan.counting.kinds import KINDS, ORDER, PHASES, RESUME
 from holdfast.features.plan.counting.memory import Peak
-from holdfast.features.plan.devices import GIB, Device
+from holdfast.features.plan.devices import GIB
+from holdfast.features.plan.formulas import ModelSize
 from holdfast.parallel.plan import ShardPlan
 
 PLAN_FORMAT = 1
@@ -51,6 +52,7 @@ class Execution:
 
     spec: RankSpec
     plan: ShardPlan
+    size: ModelSize
     loaded: dict[tuple[str, str], Peak] = field(default_factory=dict)
     """(phase, device type) -> peak, until models and optimizers are built"""
     resumed: dict[tuple[str, str], Peak] = field(default_factory=dict)
@@ -59,9 +61,6 @@ class Execution:
     """(phase, device type) -> peak of a later step and of a save."""
     host_values: list[HostValue] = field(default_factory=list)
     """Transfers of the later step for which the host waited."""
-    messages: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    """(phase, kind) -> number and bytes that this rank sends, of the later step"""
-    flops: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: int = 0
     """Bytes that all ranks together write into the files of a checkpoint."""
     export_bytes: int = 0
@@ -71,8 +70,6 @@ class Execution:
     tokens: int = 0
     """Tokens in the largest micro-batch of this rank."""
     parameters: int = 0
-    read: dict[str, float] = field(default_factory=dict)
-    """Phase -> bytes that it reads and writes at least"""
     allocated: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """(phase, device type, dtype) -> bytes of all tensors that the later step made"""
     executed: bool = True
@@ -102,8 +99,8 @@ def rows_of(peaks: Mapping[tuple[str, str], Peak], device: str) -> dict[str, Pea
     return {row: rows[row] for row in (*ORDER, *sorted(set(rows) - set(ORDER))) if row in rows}
 
 
-def plain_plan(execution: Execution, device: Device | None, memory: int) -> dict[str, Any]:
-    """Return everything that a plan says, JSON-ready; bytes and floating-point operations are of one rank."""
+def plain_plan(execution: Execution, device: str | None, memory: int) -> dict[str, Any]:
+    """Return everything that a plan says, JSON-ready; bytes are of one rank."""
     phases = phases_of(execution)
     kind = execution.spec.device
     total = max((peak.total for peak in phases.values()), default=0)
@@ -115,7 +112,7 @@ def plain_plan(execution: Execution, device: Device | None, memory: int) -> dict
         "compiled_blocks": len(execution.plan.compile_blocks),
         "ranks": execution.spec.ranks,
         "rank": execution.spec.rank,
-        "device": None if device is None else device.name,
+        "device": device,
         "memory_bytes": memory,
         "parameters": execution.parameters,
         "units": [
@@ -133,13 +130,7 @@ def plain_plan(execution: Execution, device: Device | None, memory: int) -> dict
         "uncounted": execution.uncounted,
         "checkpoint_bytes": execution.checkpoint_bytes,
         "export_bytes": execution.export_bytes,
-        "flops": _summed(execution.flops),
-        "messages": [
-            {"phase": phase, "kind": name, "count": count, "bytes": sent}
-            for (phase, name), (count, sent) in sorted(execution.messages.items())
-        ],
         "host_values": [vars(value) for value in execution.host_values],
-        "bounds_seconds": {} if device is None else bounds(execution, device),
         "notes": execution.notes,
     }
 
@@ -169,28 +160,3 @@ def clock_phases(execution: Execution) -> dict[str, int]:
 
 def _plain(peak: Peak) -> dict[str, Any]:
     return {"total": peak.total, "parts": {kind: peak.by_kind[kind] for kind in KINDS if peak.by_kind.get(kind)}}
-
-
-def _summed(values: Mapping[str, float]) -> dict[str, float]:
-    rows: dict[str, float] = {}
-    for phase, value in values.items():
-        row = PHASES.get(phase, phase)
-        rows[row] = rows.get(row, 0.0) + value
-    return rows
-
-
-def bounds(execution: Execution, device: Device) -> dict[str, float]:
-    """Return seconds that each row takes at least: by products, messages or reads of memory, the longest of them."""
-    flops = _summed(execution.flops)
-    wire: dict[str, float] = {}
-    for (phase, _), (_, sent) in execution.messages.items():
-        row = PHASES.get(phase, phase)
-        wire[row] = wire.get(row, 0.0) + sent
-    result = {}
-    for row in dict.fromkeys((*flops, *wire, *_summed(execution.read))):
-        products = flops.get(row, 0.0) / device.flops
-        messages = wire.get(row, 0.0) / device.wire(execution.spec.ranks)
-        reading = _summed(execution.read).get(row, 0.0) / device.bytes_per_second
-        if longest := max(products, messages, reading):
-            result[row] = longest
-    return result

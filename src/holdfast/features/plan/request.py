@@ -1,60 +1,46 @@
 """Turns a request into a plan, in a process that has the device guard. Where a step cannot be executed, formulas
 estimate it.
 
-Formulas hold to a tenth or so for language models of blocks; a plan says when it is made of them. Where the run does
-not fit, it says what to turn: a closed list, the cheapest first, each tried on top of those before it. None of them
-changes what a run computes beyond rounding: a turn that would, such as a shorter `data.max_length`, is the user's to
-think of.
+Where the run does not fit, a plan says what to turn: a closed list, the cheapest first, each on top of those before it,
+with what formulas say that it saves. None of them changes what a run computes beyond rounding: a turn that would, such
+as a shorter `data.max_length`, is the user's to think of.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from holdfast import registry
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.optim import AdamW8bitConfig, AdamWConfig
-from holdfast.config.sections.parallel import FullRecompute, NoRecompute, SelectiveRecompute
-from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.sections.parallel import FullRecompute
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.errors import HoldfastError
-from holdfast.features.plan.counting.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, OPTIMIZER, PARAMETERS
+from holdfast.features.plan.counting.kinds import PARAMETERS
 from holdfast.features.plan.counting.memory import Peak
-from holdfast.features.plan.devices import GIB, Device, device_named
 from holdfast.features.plan.execution.execute import execute, import_first
-from holdfast.features.plan.execution.origin import without_files
-from holdfast.features.plan.execution.process import tell
-from holdfast.features.plan.execution.saved import (
-    ahead_bytes,
-    checkpoint_bytes,
-    export_bytes,
-    host_random_state,
-    learned_states,
-    saved_weights,
-    small_bytes,
+from holdfast.features.plan.execution.origin import size_of_plan, without_files
+from holdfast.features.plan.execution.saved import ahead_bytes, export_bytes, small_bytes
+from holdfast.features.plan.formulas import (
+    ModelSize,
+    checkpoint_by_formulas,
+    largest_tokens,
+    parts_by_formulas,
+    sequences_of_row,
+    uncounted,
 )
-from holdfast.features.plan.records import Execution, RankSpec, plain_plan
-from holdfast.models.check.shrink import layers_in
-from holdfast.models.setup.model import Blueprint, blueprint, set_storage, storage_of
-from holdfast.parallel.plan import ShardPlan
+from holdfast.features.plan.records import Execution, RankSpec, allowance, plain_plan
+from holdfast.models.setup.model import blueprint, set_storage, storage_of
 from holdfast.training.policy.run import moves_nothing
 from holdfast.training.setup.model import policy_model
 from holdfast.training.setup.shard_plan import make_plan
-
-_NO_FORMULA = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What formulas raise of a model whose configuration they do not know."""
-_KEPT = {"none": 34.0, "selective": 18.0, "full": 2.0}
-"""Bytes that a block keeps for each number of the hidden state of a token (Korthikanti et al., arXiv:2205.05198)."""
 
 
 def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
@@ -70,30 +56,15 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     warnings.simplefilter("ignore")  # other packages' talk of a machine that is not there
     config = from_mapping(request["config"], ROOTS[request["verb"]], "the run")
     on_cpu = request["device"] == "cpu"
-    device = None if on_cpu else device_named(request["device"])
     spec = RankSpec(request["ranks"], 0, "cpu" if on_cpu else "cuda", request["memory"])
-    base = Path(request["base"])
-    if not no_guard:
-        _tell_formulas(config, base, spec)
-    execution = made(config, base, spec, no_guard)
+    execution = made(config, Path(request["base"]), spec, no_guard)
     if isinstance(config, GRPOConfig) and config.residency.parameters == "host" and execution.plan.whole:
         execution.notes.append(moves_nothing(execution.plan))
-    plan = plain_plan(execution, device, request["memory"])
+    plan = plain_plan(execution, None if on_cpu else request["device"], request["memory"])
     plan["servers"] = registry.load(registry.SERVER_COMMANDS)(config, spec.ranks, on_cpu=on_cpu)
     if plan["peak_bytes"] + plan["allowance_bytes"] > request["memory"]:
-        plan["turns"] = list(_turns(config, base, spec, device, no_guard))
+        plan["turns"] = list(_turns(config, execution.size, spec, plan["phases"]))
     return plan
-
-
-def _tell_formulas(config: TrainingConfig, base: Path, spec: RankSpec) -> None:
-    """Tell what formulas say, which takes seconds where an execution takes a minute."""
-    try:
-        plan = plain_plan(_by_formulas(config, base, spec, ""), None, spec.memory)
-    except (HoldfastError, *_NO_FORMULA):
-        return
-    rest = f", without {plan['uncounted']}" if plan["uncounted"] else ""
-    sizes = f"{plan['peak_bytes'] / GIB:.2f} of {spec.memory / GIB:.2f} GiB"
-    tell(f"by formulas {sizes} at the peak{rest}; the execution follows")
 
 
 def made(config: TrainingConfig, base: Path, spec: RankSpec, no_guard: str) -> Execution:
@@ -115,17 +86,22 @@ def made(config: TrainingConfig, base: Path, spec: RankSpec, no_guard: str) -> E
 
 
 def _turns(
-    config: TrainingConfig, base: Path, spec: RankSpec, device: Device | None, no_guard: str
-) -> list[dict[str, Any]]:
-    records = []
+    config: TrainingConfig, size: ModelSize, spec: RankSpec, phases: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield what to turn until it should fit: each kind of bytes shrinks as formulas say."""
+    before = parts_by_formulas(config, size, spec.ranks, spec.device)
     for turn in turns(config, spec):
-        tell(f"it does not fit; {turn.key}: {turn.value} is executed")
-        plan = plain_plan(made(turn.config, base, spec, no_guard), device, spec.memory)
-        record = {"key": turn.key, "value": turn.value, "cost": turn.cost}
-        records.append({**record, "peak_bytes": plan["peak_bytes"], "fits": plan["fits"]})
-        if plan["fits"]:
-            break
-    return records
+        after = parts_by_formulas(turn.config, size, spec.ranks, spec.device)
+        left = {kind: min(1.0, after[kind] / bytes_) for kind, bytes_ in before.items() if bytes_}
+        peak = max(
+            phase["total"] - int(sum(part * (1 - left.get(kind, 1)) for kind, part in phase["parts"].items()))
+            for phase in phases.values()
+        )
+        spare = allowance(peak, spec.ranks) if spec.device == "cuda" else 0
+        fits = peak + spare <= spec.memory
+        yield {"key": turn.key, "value": turn.value, "cost": turn.cost, "peak_bytes": peak, "fits": fits}
+        if fits:
+            return
 
 
 @dataclass(frozen=True)
@@ -149,11 +125,6 @@ def turns(config: TrainingConfig, spec: RankSpec) -> Iterator[MemorySaving]:
 
 
 Change = Callable[[TrainingConfig, RankSpec], tuple[str, Any] | None]
-
-
-def sequences_of_row(config: TrainingConfig) -> int:
-    """Return how many sequences a row has, which no micro-batch splits: two of a pair, one of KTO and all others."""
-    return 2 if isinstance(config, DPOConfig) and config.preference.takes_pairs else 1
 
 
 def _fewer_tokens(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingConfig] | None:
@@ -231,78 +202,27 @@ def _by_formulas(config: TrainingConfig, base: Path, spec: RankSpec, reason: str
     set_storage(origin.model, *storage_of(shapes.model))
     policy = policy_model(shapes, origin, None)
     plan = make_plan(shapes, policy, max(1, spec.ranks // shapes.parallel.replicate), spec.torch_device.type)
-    longest = shapes.data.batch_size * sequences_of_row(shapes) * shapes.data.max_length
-    tokens = min(shapes.data.tokens_per_micro_batch, longest)
-    is_full = shapes.checkpoint.contents == "full"
-    states = learned_states(shapes, policy)
-    if states is None:
-        states = {"moments": torch.empty(2 * plan.trainable, device="meta")}
-        notes.append("optim.path: its states are taken as two moments in float32, since nothing was executed")
-    bytes_by_kind = _parts(shapes, origin, plan, tokens, sum(tensor.nbytes for tensor in states.values()))
-    loaded = {PARAMETERS: bytes_by_kind[PARAMETERS]}
+    size = size_of_plan(shapes, plan, origin)
+    by_kind = parts_by_formulas(shapes, size, spec.ranks, spec.device)
+    loaded = {PARAMETERS: by_kind[PARAMETERS]}
     peaks = {
         ("load", spec.device): Peak(sum(loaded.values()), loaded),
-        ("backward", spec.device): Peak(sum(bytes_by_kind.values()), bytes_by_kind),
+        ("backward", spec.device): Peak(sum(by_kind.values()), by_kind),
     }
-    saved = [*saved_weights(shapes, policy).values(), *(states.values() if is_full else ())]
+    is_full = shapes.checkpoint.contents == "full"
     small = small_bytes(shapes, origin)
     return Execution(
         spec=spec,
         plan=plan,
+        size=size,
         loaded=peaks,
         steady=peaks,
         resumed=peaks if is_full else {},
-        checkpoint_bytes=checkpoint_bytes(saved, spec.ranks, host_random_state()) + small + ahead_bytes(shapes),
+        checkpoint_bytes=checkpoint_by_formulas(shapes, size, spec.device) + small + ahead_bytes(shapes),
         export_bytes=export_bytes(shapes, policy, origin, notes) + small,
-        tokens=tokens,
+        tokens=largest_tokens(shapes),
         parameters=plan.parameters,
-        flops={"backward": (6 * plan.trainable + 4 * (plan.parameters - plan.trainable)) * tokens},
         executed=False,
-        uncounted=_uncounted(config),
+        uncounted=uncounted(config),
         notes=[*notes, f"by formulas, for this reason: {reason}"],
     )
-
-
-def _uncounted(config: TrainingConfig) -> str:
-    """Return the parts of a run that the formulas do not count; "" if they count everything."""
-    match config:
-        case GRPOConfig():
-            return "rollouts, a reference and a critic"
-        case DPOConfig() | DistillConfig():
-            return "the reference or the teacher"
-        case _:
-            return ""
-
-
-def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: int, states: int) -> dict[str, int]:
-    """Return bytes by kind at the peak of a backward pass; `states` are those of all ranks."""
-    text: Any = origin.skeleton.config.get_text_config()
-    width, layers, vocabulary = int(text.hidden_size), layers_in(origin.skeleton), int(text.vocab_size)
-    computed, stored = (2 if plan.compute_dtype == "bfloat16" else 4), storage_of(config.model)[0].itemsize
-    units = sorted((unit.bytes_ // stored for unit in plan.units), reverse=True)
-    trained = plan.trainable // plan.shard
-    # Of offloaded blocks the one at work and a neighbour, which is copied, are on the device.
-    layers = min(layers, 2) if plan.offload_blocks else layers
-    match config.parallel.recompute:
-        case NoRecompute():
-            activations = _KEPT["none"] * layers
-        case SelectiveRecompute():
-            activations = _KEPT["selective"] * layers
-        case _:
-            activations = _KEPT["full"] * layers + _KEPT["none"]
-    head = 8 * vocabulary * width if plan.trainable == plan.parameters else 2 * vocabulary * width
-    return {
-        PARAMETERS: plan.shard_bytes,
-        GATHERED: _copies(origin, plan) if plan.copied else computed * sum(units[:3]) if plan.shard > 1 else 0,
-        GRADIENTS: max(stored, 4) * trained + (computed + 4) * units[0] * bool(plan.trainable),
-        OPTIMIZER: 0 if "optimizer" in config.parallel.offloads else states // plan.shard,
-        ACTIVATIONS: int(activations * tokens * width),
-        HEAD: head,
-    }
-
-
-def _copies(origin: Blueprint, plan: ShardPlan) -> int:
-    """Return the bytes of the copies that the passes of one rank read; what is stored in their dtype has none."""
-    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
-    parameters = [value for value in origin.model.parameters() if value.ndim and value.dtype != dtype]
-    return sum(value.numel() * int(dtype.itemsize) for value in parameters if value.is_floating_point())

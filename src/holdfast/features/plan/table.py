@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from holdfast.features.plan.counting.kinds import KINDS, ORDER, PHASES, RESUME
+from holdfast.features.plan.counting.kinds import KINDS, RESUME
 from holdfast.features.plan.devices import GIB
 from holdfast.files import size_words
 
@@ -47,8 +47,6 @@ def table(plan: Mapping[str, Any]) -> list[str]:
             if phase["total"] >= 2**26
         ),
         "",
-        *_work_lines(plan),
-        "",
         *([f"the host waits {_several(len(plan['host_values']), 'time')}: {'; '.join(waits)}"] if waits else []),
         f"a checkpoint takes {size_words(plan['checkpoint_bytes'])}, an export {size_words(plan['export_bytes'])}",
         *(f"server {number}: {command}" for number, command in enumerate(plan["servers"], 1)),
@@ -66,26 +64,6 @@ def _memory_lines(plan: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _work_lines(plan: Mapping[str, Any]) -> list[str]:
-    sent: dict[str, int] = {}
-    for note in plan["messages"]:
-        row = PHASES.get(note["phase"], note["phase"])
-        sent[row] = sent.get(row, 0) + note["bytes"]
-    bounds, flops = plan["bounds_seconds"], plan["flops"]
-    lines = [_line("in a step, per rank", ["TFLOP", "GiB sent", "s at least"])]
-    for row in ORDER:
-        if row in flops or row in sent or row in bounds:
-            seconds = f"{bounds[row]:.3f}" if row in bounds else ""
-            lines.append(_line(row, [_cell(flops.get(row, 0.0), 1e12), _cell(sent.get(row, 0)), seconds]))
-    kinds: Counter[str] = Counter()
-    for note in plan["messages"]:
-        kinds[note["kind"]] += note["bytes"]
-    by_kind = [f"{kind} {size / GIB:.2f}" for kind, size in kinds.most_common() if size >= 2**20]
-    # Without rows that ranks share, gathers are of weights and reductions of gradients, which the phases tell apart.
-    lines += [f"GiB sent by kind: {', '.join(by_kind)}"] if "all_to_all" in kinds else []
-    return [*lines, "(seconds are lower bounds from the maker's peaks, not predictions)"]
-
-
 def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
     """Say whether it fits, and what to turn where it does not."""
     peak, spare, memory = (plan[name] / GIB for name in ("peak_bytes", "allowance_bytes", "memory_bytes"))
@@ -94,10 +72,11 @@ def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
         return [f"it fits: {sum_}"]
     if plan["uncounted"] and "turns" not in plan:
         return [f"NOTHING SAYS THAT IT FITS: {plan['uncounted']} are not counted. What is counted takes {sum_}"]
-    lines = [f"IT DOES NOT FIT: {sum_}. What to turn, the cheapest first, each with those above it:"]
+    lines = [f"IT DOES NOT FIT: {sum_}. What to turn, the cheapest first, each with those above it; by formulas:"]
     for turn in plan.get("turns", []):
-        fits = "fits" if turn["fits"] else "does not fit yet"
-        lines.append(f"  {turn['key']}: {turn['value']} -> {turn['peak_bytes'] / GIB:.2f} GiB, {fits} ({turn['cost']})")
+        fits = "should fit" if turn["fits"] else "does not fit yet"
+        size = f"about {turn['peak_bytes'] / GIB:.2f} GiB"
+        lines.append(f"  {turn['key']}: {turn['value']} -> {size}, {fits} ({turn['cost']})")
     if not any(turn["fits"] for turn in plan.get("turns", [])):
         lines.append("  nothing of this is enough: use more ranks, devices with more memory, or a smaller model")
     return lines
@@ -116,7 +95,7 @@ def longest_lines(found: Mapping[str, Any]) -> list[str]:
     for offload, answers in groupby(found["longest"], key=lambda answer: answer["offload"]):
         head = ("context", "tokens a row", "a rank", "GiB", "on host")
         lines += ["", f"parallel.offload: [{', '.join(offload)}]"]
-        lines.append(_longest_cells(head, "at the peak of (largest parts); what to turn"))
+        lines.append(_longest_cells(head, "at the peak of (largest parts)"))
         lines += map(_longest_line, answers)
     return [*lines, "", *(f"note: {note}" for note in found["notes"])]
 
@@ -130,9 +109,7 @@ def _longest_line(answer: Mapping[str, Any]) -> str:
     parts = sorted(answer["parts"].items(), key=lambda part: -part[1])[:3]
     sizes = ", ".join(f"{_SHORT[kind]} {size / GIB:.2f}" for kind, size in parts)
     device, host = (f"{answer[name] / GIB:.2f}" for name in ("peak_bytes", "host_bytes"))
-    return _longest_cells(
-        (context, tokens, of_rank, device, host), f"{_title(answer['phase'])} ({sizes}); {answer['turn']}"
-    )
+    return _longest_cells((context, tokens, of_rank, device, host), f"{_title(answer['phase'])} ({sizes})")
 
 
 def _longest_cells(cells: Sequence[str], text: str) -> str:
@@ -149,8 +126,8 @@ def _several(count: int, thing: str) -> str:
     return f"{count} {thing}{plural if count != 1 else ''}"
 
 
-def _cell(value: float, unit: float = GIB) -> str:
-    return f"{value / unit:.2f}" if value else ""
+def _cell(value: float) -> str:
+    return f"{value / GIB:.2f}" if value else ""
 
 
 def _line(head: str, cells: list[str]) -> str:

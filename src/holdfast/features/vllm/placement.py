@@ -66,16 +66,3 @@ def _refuse_gpus(devices: Sequence[int], count: int, ranks: int) -> None:
                 f"{_KEY}.devices: GPU {device} is a rank's: the {ranks} ranks have GPUs 0 to {ranks - 1}. Name others, "
                 f"or set {_KEY}.share: true, which has servers sleep while the policy is updated."
             )
-
-
-def describe(config: TrainingConfig, section: VLLMEngineConfig, environ: Mapping[str, str] | None = None) -> str:
-    """Return where the servers of a run compute, in words.
-
-    Raises:
-        ConfigError: As `gpus_of_servers`.
-    """
-    placed = gpus_of_servers(config, section, environ)
-    if not any(placed):
-        return "on the CPU"
-    lists = " and ".join(", ".join(map(str, gpus)) for gpus in placed)
-    return f"on GPUs {lists} of {cuda_devices(environ)}"

@@ -1,4 +1,4 @@
-"""The checks of `holdfast doctor` on a machine: versions, devices, a rendezvous of the ranks, the run's storage.
+"""The checks of `holdfast doctor` on a machine: versions, devices, a rendezvous of the ranks, the disk.
 
 The ranks are processes that meet and do nothing else, started as a run's are:
 `python -m holdfast.features.plan.checks.machine`.
@@ -14,17 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from holdfast.checkpoint.place.layout import REHEARSAL, STAGING, fresh
+from holdfast.checkpoint.place.layout import fresh
 from holdfast.checkpoint.place.storage import LocalStorage, Storage, open_storage
 from holdfast.config.quiet import leave_out_broken, unfit_torchvision
 from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.verbs.training import TrainingConfig
 from holdfast.config.versions import installed, pip_command, unmet_requirements, versions
 from holdfast.errors import HoldfastError, UserError
 from holdfast.features.plan.checks.compilers import look_at_compilers
@@ -32,6 +32,7 @@ from holdfast.features.plan.checks.findings import RANKS, Check, Finding, fail, 
 from holdfast.files import python_module, size_words
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
+from holdfast.training.directory import checkpoint_place, run_directory
 
 TASK, OUTCOME = "task.json", "outcome.json"
 _NUMBERS = 2**18
@@ -46,13 +47,13 @@ _DOCTOR_RANKS_SECONDS = 120.0
 """For ranks to start and meet, where `holdfast doctor` tries them."""
 
 
-def checks_of_machine(launch: LaunchConfig) -> list[Check]:
+def checks_of_machine(launch: LaunchConfig, *, compiles: bool = True) -> list[Check]:
     """Return the checks that need no run."""
     return [
         Check("versions", look_at_versions),
         Check("devices", lambda: look_at_devices(launch)),
-        Check("compilers", lambda: look_at_compilers(launch)),
-        Check(RANKS, lambda: look_at_ranks(launch, None)),
+        Check("compilers", lambda: look_at_compilers(launch) if compiles else iter(())),
+        Check(RANKS, lambda: look_at_ranks(launch)),
     ]
 
 
@@ -138,30 +139,28 @@ def _on_gpus(ranks: int, host: str) -> Finding:
     return ok("devices", summary)
 
 
-def look_at_ranks(launch: LaunchConfig, storage: Storage | None) -> Iterator[Finding]:
-    """Let the real ranks meet, add numbers over all of them, and check that they share the run's directory."""
-    task = RankTask(launch.model_dump(mode="json"), storage.root if isinstance(storage, LocalStorage) else None)
+def look_at_ranks(launch: LaunchConfig) -> Iterator[Finding]:
+    """Let the real ranks meet, and add numbers over all of them."""
     start = time.perf_counter()
     if under_torchrun():
-        outcome = meet_ranks(task)
+        outcome = meet_ranks(launch)
     else:
         with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as folder:
-            failure = _started(task, Path(folder))
+            failure = _started(launch, Path(folder))
             if failure is not None:
                 yield fail("ranks", failure, "Look at the network of this machine, its GPUs and NCCL_DEBUG=INFO.")
                 return
             outcome = json.loads((Path(folder) / OUTCOME).read_text(encoding="utf-8"))
-    shared = ", and see one directory" if task.place is not None else ""
     yield ok(
         "ranks",
         f"{outcome['ranks']} over {outcome['backend']} on {outcome['hosts']} host(s) add 1 MiB in "
-        f"{outcome['milliseconds']:.1f} ms{shared}; {since(start)} in all",
+        f"{outcome['milliseconds']:.1f} ms; {since(start)} in all",
     )
 
 
-def _started(task: RankTask, folder: Path) -> str | None:
+def _started(launch: LaunchConfig, folder: Path) -> str | None:
     """Start ranks as a run does; return what went wrong with them."""
-    task.write(folder)
+    (folder / TASK).write_text(launch.model_dump_json(), encoding="utf-8")
     command = [*python_module("holdfast.features.plan.checks.machine"), "launch", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -175,97 +174,67 @@ def _started(task: RankTask, folder: Path) -> str | None:
     return " ".join(line.strip() for line in output.splitlines()[-6:] if line.strip()) or f"exit {process.returncode}"
 
 
-def storage_of_run(path: str | Path) -> Storage:
+def look_at_place(config: TrainingConfig, planned_bytes: Callable[[], int | None]) -> Iterator[Finding]:
+    """Write a file durably where checkpoints will be, remove it, and compare the free space with what they need.
+
+    Args:
+        config: Of the run.
+        planned_bytes: Returns those of one checkpoint; None where nobody knows.
+    """
+    storage = _storage_of(checkpoint_place(run_directory(config), config))
+    folder, data = fresh("doctor-", "0"), os.urandom(_TRIED_BYTES)
+    start = time.perf_counter()
+    try:
+        storage.make(folder)
+        with storage.create(f"{folder}/file") as file:
+            file.write(data)
+        seconds = time.perf_counter() - start
+    except OSError as error:
+        reason = f"{storage.root} cannot be written: {error.strerror or error}"
+        yield fail("place", reason, "Choose another run.dir, or mend its permissions.")
+        return
+    finally:
+        with contextlib.suppress(OSError):  # the finding says why nothing was written
+            storage.remove(folder)
+    checkpoint_bytes = planned_bytes()
+    speed, free, keep = _TRIED_BYTES / max(seconds, 1e-6), storage.free_bytes(), config.checkpoint.keep
+    summary = f"{storage.root} writes {size_words(speed)} a second to the disk"
+    summary += "" if free is None else f", {size_words(free)} free"
+    needed = (checkpoint_bytes or 0) * (keep.last + sum(best.count for best in keep.best) + 2)
+    if free is not None and needed > free:
+        needs = f"the checkpoints that are kept, and two more, take about {size_words(needed)}"
+        fix = "Free space, lower checkpoint.keep.last, or choose another run.dir."
+        yield fail("place", f"{summary}; {needs}", fix)
+    elif speed < _SLOW:
+        yield warn("place", f"{summary}, which is slow", "Set checkpoint.background: true, or choose another run.dir.")
+    else:
+        yield ok("place", summary)
+    if checkpoint_bytes is None:
+        yield unknown("place", "whether checkpoints have room there: no plan says how large they are")
+
+
+def _storage_of(path: str | Path) -> Storage:
     """Return the storage of checkpoints; for a directory that does not exist, that of its nearest existing parent."""
     storage = open_storage(path)
     if not isinstance(storage, LocalStorage):
         return storage
     root = Path(storage.root).resolve()
-    while not root.is_dir() and root != root.parent:
-        root = root.parent
-    return LocalStorage(root)
+    return LocalStorage(next(place for place in (root, *root.parents) if place.is_dir()))
 
 
-def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Finding]:
-    """Write, sync, rename and read back a file, remove it, and compare the free space with what checkpoints need.
-
-    Args:
-        storage: Where it is tried.
-        needed_bytes: Of all checkpoints that must fit; None where nobody knows.
-    """
-    folder, data = fresh("doctor-", "0"), os.urandom(_TRIED_BYTES)
-    staging = fresh(STAGING, folder)
-    start = time.perf_counter()
-    try:
-        storage.make(staging)
-        with storage.create(f"{staging}/file") as file:
-            file.write(data)
-        storage.publish(staging, folder)
-        seconds = time.perf_counter() - start
-        same = storage.read(f"{folder}/file") == data
-    except OSError as error:
-        yield fail(
-            "place",
-            f"{storage.root} cannot be written: {error.strerror or error}",
-            "Choose another run.dir, or mend its permissions.",
-        )
-        return
-    finally:
-        with contextlib.suppress(OSError):  # the finding says why nothing was written
-            storage.remove(staging)
-            storage.remove(folder)
-    if not same:
-        yield fail("place", f"{storage.root} gives back other bytes than were written", "Choose another run.dir.")
-        return
-    speed, free = _TRIED_BYTES / max(seconds, 1e-6), storage.free_bytes()
-    summary = f"{storage.root} writes {size_words(speed)} a second to the disk"
-    summary += "" if free is None else f", {size_words(free)} free"
-    if needed_bytes is not None and free is not None and needed_bytes > free:
-        needed = f"the checkpoints that are kept, and two more, take about {size_words(needed_bytes)}"
-        yield fail(
-            "place", f"{summary}; {needed}", "Free space, lower checkpoint.keep.last, or choose another run.dir."
-        )
-    elif speed < _SLOW:
-        yield warn("place", f"{summary}, which is slow", "Set checkpoint.background: true, or choose another run.dir.")
-    else:
-        yield ok("place", summary)
-    if needed_bytes is None:
-        yield unknown("place", "whether checkpoints have room there: no plan says how large they are")
-
-
-@dataclass(frozen=True)
-class RankTask:
-    """The task of the ranks, as a JSON file passes it to them."""
-
-    launch: Mapping[str, Any]
-    place: str | None
-    """A directory that every rank must see; None skips this check."""
-
-    def write(self, folder: Path) -> None:
-        """Write the task to a folder, where the ranks read it."""
-        (folder / TASK).write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> RankTask:
-        """Read the task from a folder."""
-        return cls(**json.loads((folder / TASK).read_text(encoding="utf-8")))
-
-
-def meet_ranks(task: RankTask) -> dict[str, Any]:
-    """Join the other ranks, add numbers, look for a word that rank 0 wrote; return the same on all ranks.
+def meet_ranks(launch: LaunchConfig) -> dict[str, Any]:
+    """Join the other ranks and add numbers; return the same on all ranks.
 
     Raises:
-        UserError: The sum is wrong, or the ranks do not share the place.
+        UserError: The sum is wrong.
     """
     import torch
     import torch.distributed as dist
 
-    from holdfast.checkpoint.saving.rehearsal import check_shared
     from holdfast.parallel.collectives import RankGroup
     from holdfast.parallel.mesh import joined_world
 
-    launch = LaunchConfig.model_validate(task.launch).model_copy(update={"timeout_minutes": 1.0})
-    with joined_world(launch) as world:
+    with joined_world(launch.model_copy(update={"timeout_minutes": 1.0})) as world:
         numbers = torch.full((_NUMBERS,), float(world.rank + 1), device=world.device)
         dist.all_reduce(numbers)  # the first one opens the connections
         expected = world.size * (world.size + 1) / 2
@@ -276,9 +245,7 @@ def meet_ranks(task: RankTask) -> dict[str, Any]:
         dist.all_reduce(numbers)
         numbers[0].item()
         milliseconds = 1000 * (time.perf_counter() - start)
-        ranks = RankGroup(launch.timeout_minutes)
-        if task.place is not None:
-            check_shared(LocalStorage(Path(task.place)), ranks.agree(fresh(REHEARSAL, "doctor")), ranks)
+        ranks = RankGroup(1.0)
         hosts = len(set(ranks.gather(socket.gethostname())))
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         ranks.close()
@@ -287,13 +254,13 @@ def meet_ranks(task: RankTask) -> dict[str, Any]:
 
 def main(role: str, folder: Path) -> int:
     """Start the ranks, or be one of them; rank 0 writes the outcome."""
-    task = RankTask.read(folder)
+    launch = LaunchConfig.model_validate_json((folder / TASK).read_text(encoding="utf-8"))
     if role == "launch":
-        launch = LaunchConfig.model_validate(task.launch).model_copy(update={"max_restarts": 0, "min_ranks": None})
         command = [*python_module("holdfast.features.plan.checks.machine"), "rank", str(folder)]
-        return launch_local(command, resolve_ranks(launch), launch, folder / "run")
+        alone = launch.model_copy(update={"max_restarts": 0, "min_ranks": None})
+        return launch_local(command, resolve_ranks(launch), alone, folder / "run")
     try:
-        outcome = meet_ranks(task)
+        outcome = meet_ranks(launch)
     except HoldfastError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""Executes steps of a run as one of its ranks, on devices that compute nothing, and records memory and traffic."""
+"""Executes steps of a run as one of its ranks, on devices that compute nothing, and records memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import gc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -30,11 +29,11 @@ from holdfast.config.sections.engine import LocalEngineConfig
 from holdfast.config.sections.optim import AdamW8bitConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
-from holdfast.features.plan.counting.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS, RESUME
+from holdfast.features.plan.counting.kinds import CHECKPOINT, OPTIMIZER, RESUME
 from holdfast.features.plan.counting.memory import Ledger, watched_storages
-from holdfast.features.plan.counting.traffic import TensorObserver, Traffic
+from holdfast.features.plan.counting.observer import TensorObserver
 from holdfast.features.plan.execution.fake_devices import fake_devices
-from holdfast.features.plan.execution.origin import without_files
+from holdfast.features.plan.execution.origin import size_of_plan, without_files
 from holdfast.features.plan.execution.saved import (
     ahead_bytes,
     checkpoint_bytes,
@@ -45,7 +44,7 @@ from holdfast.features.plan.execution.saved import (
     small_bytes,
 )
 from holdfast.features.plan.execution.steps import PlannedStep, planned_step
-from holdfast.features.plan.records import Execution, HostValue, RankSpec
+from holdfast.features.plan.records import Execution, HostValue, RankSpec, room_for_tensors
 from holdfast.models.files.four_bit import check_library
 from holdfast.models.setup.model import blueprint
 from holdfast.parallel.collectives import RankGroup
@@ -64,9 +63,9 @@ T = TypeVar("T")
 class _Phases(PhaseClock):
     """A phase clock that tells the memory ledger which phase of a step has begun."""
 
-    def __init__(self, ledger: Ledger, traffic: Traffic) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__()
-        self._ledger, self._traffic = ledger, traffic
+        self._ledger = ledger
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -74,16 +73,14 @@ class _Phases(PhaseClock):
         if name == "optimizer":
             gc.collect()  # what the compiler was called with lies in cycles, beside what a later step takes
         before, self._ledger.phase = self._ledger.phase, name
-        self._traffic.begin_phase()
         try:
             yield
         finally:
             self._ledger.phase = before
-            self._traffic.begin_phase()
 
 
 def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
-    """Build the run's models, optimizers and batches; load a checkpoint, make two steps and a save.
+    """Build the run's models, optimizers and batches; load a checkpoint, make a step or two and a save.
 
     Nothing is read but shapes.
 
@@ -129,12 +126,13 @@ def _executed_on_devices(config: TrainingConfig, base: Path, spec: RankSpec) -> 
             base=base,
             world=world,
             ranks=_AlikeRanks(spec.rank, spec.ranks),
-            log=Logbook(clock=_Phases(counts.ledger, counts.traffic)),
+            log=Logbook(clock=_Phases(counts.ledger)),
         )
         stack.enter_context(host_values_from(counts.answer))
         stack.enter_context(watched_storages(counts.ledger))
         stack.enter_context(contextlib.redirect_stdout(_NullWriter()))
-        step = planned_step(run, counts.ledger, counts.traffic, partial(counts.without_numbers, mode))
+        step = planned_step(run, counts.ledger, partial(counts.without_numbers, mode))
+        step.room = room_for_tensors(spec.memory, spec.ranks)
         with counts.without_numbers(mode):
             execution = _executed(counts, step)
             execution.export_bytes = export_bytes(config, step.model.module, step.model.blueprint, execution.notes)
@@ -200,14 +198,13 @@ def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
 
 
 class _StepCounts:
-    """Counters of memory, traffic and waits of the host while a step runs."""
+    """Counters of memory and of waits of the host while a step runs."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec, self.ledger = spec, Ledger()
-        self.traffic = Traffic(lambda: self.ledger.moment)
         self.values: list[HostValue] = []
         self.random: RandomState = host_random_state()
-        self._observer = TensorObserver(self.ledger, self.traffic, self.answer)
+        self._observer = TensorObserver(self.ledger, self.answer)
 
     @contextlib.contextmanager
     def without_numbers(self, mode: FakeTensorMode) -> Iterator[None]:
@@ -224,27 +221,47 @@ class _StepCounts:
 
 
 def _executed(counts: _StepCounts, step: PlannedStep) -> Execution:
-    """Load a checkpoint, make the first step after it, a later step and a save; record what each of them takes."""
+    """Load a checkpoint, make a step and a save; record what each of them takes.
+
+    Of a sharded model the first step takes what a later one does. Elsewhere it leaves copies for passes, keys and
+    values, or states that no checkpoint holds, beside which a second step is made.
+    """
     ledger = counts.ledger
     loaded = dict(ledger.peaks)
     manifest = _learned(counts, step)
     ledger.restart()
-    if manifest.optimizer is not None:  # weights alone cannot be resumed from
+    is_full = manifest.optimizer is not None  # weights alone cannot be resumed from
+    if is_full:
         ledger.phase = RESUME
         _load(ledger, step, manifest)
         _name_states(ledger, step)
     ledger.phase = "step"
-    _make(step)
-    _name_states(ledger, step)
-    resumed = dict(ledger.peaks) if manifest.optimizer is not None else {}
-    ledger.restart()
-    counts.traffic.restart()
     counts.values.clear()
     _make(step)
+    _name_states(ledger, step)
+    resumed = dict(ledger.peaks) if is_full else {}
+    if not (is_full and step.model.plan.sharded):
+        outside = {key: peak for key, peak in ledger.peaks.items() if key[0] not in {"rollout", RESUME}}
+        step.training_peak = max(peak.total for (_, device), peak in outside.items() if device == counts.spec.device)
+        ledger.restart()
+        counts.values.clear()
+        _make(step)
     size = _save(counts, step)
-    for phase, factor in step.repeats.items():
-        counts.traffic.scale(phase, factor)
-    return _execution(counts, step, Execution(counts.spec, step.model.plan, loaded, resumed, checkpoint_bytes=size))
+    return Execution(
+        spec=counts.spec,
+        plan=step.model.plan,
+        size=size_of_plan(step.run.config, step.model.plan, step.model.blueprint),
+        loaded=loaded,
+        resumed=resumed,
+        steady={key: peak for key, peak in ledger.peaks.items() if key[0] != RESUME},
+        host_values=counts.values,
+        checkpoint_bytes=size,
+        micro_batches=step.micro_batches,
+        tokens=step.tokens,
+        parameters=step.model.plan.parameters,
+        allocated={key: made for key, made in ledger.allocated.items() if key[0] != RESUME},
+        notes=[*step.notes],
+    )
 
 
 def _learned(counts: _StepCounts, step: PlannedStep) -> Manifest:
@@ -284,23 +301,6 @@ def _load(ledger: Ledger, step: PlannedStep, manifest: Manifest) -> None:
 def _make(step: PlannedStep) -> None:
     step.make()
     step.run.log.batches.clear()  # as the journal does once a step is written down
-
-
-def _execution(counts: _StepCounts, step: PlannedStep, execution: Execution) -> Execution:
-    """Add the counts of the later step to an execution."""
-    return replace(
-        execution,
-        steady=dict(counts.ledger.peaks),
-        host_values=counts.values,
-        messages={key: (note.count, note.bytes) for key, note in counts.traffic.messages.items()},
-        flops=dict(counts.traffic.flops),
-        micro_batches=step.micro_batches,
-        tokens=step.tokens,
-        parameters=step.model.plan.parameters,
-        allocated=dict(counts.ledger.allocated),
-        read=_read(counts.ledger, step),
-        notes=[*step.notes],
-    )
 
 
 def import_first(config: TrainingConfig) -> None:
@@ -357,13 +357,6 @@ def states_of(model: Model) -> list[Tensor]:
     states = [value for state in model.updater.state.values() for value in state.values()]
     averages = [] if model.averages is None else [*model.averages.tensors.values()]
     return [value for value in (*states, *averages) if isinstance(value, Tensor)]
-
-
-def _read(ledger: Ledger, step: PlannedStep) -> dict[str, float]:
-    """Return the bytes that an optimizer reads and writes, and those that decoding reads for all of its tokens."""
-    bytes_by_kind = ledger.peaks["optimizer", step.run.world.device.type].by_kind
-    states = 2 * (bytes_by_kind.get(PARAMETERS, 0) + bytes_by_kind.get(OPTIMIZER, 0)) + bytes_by_kind.get(GRADIENTS, 0)
-    return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
 
 
 def _save(counts: _StepCounts, step: PlannedStep) -> int:

@@ -13,14 +13,15 @@ from holdfast.config.verbs.distill import DistillConfig, ServerTeacherConfig, Te
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ModelError
+from holdfast.features.plan.formulas import SHAPE_FOLDER, ModelSize, shape_file
+from holdfast.models.check.shrink import layers_in
 from holdfast.models.files.configuration import config_from_values
 from holdfast.models.files.origin import load_tokenizer
-from holdfast.models.setup.model import configured
+from holdfast.models.setup.model import Blueprint, configured, storage_of
+from holdfast.parallel.plan import ShardPlan
 from holdfast.training.run import ConfiguredRun
 from holdfast.training.setup.frozen import settled_for_plan
 
-SHAPE_FOLDER = Path(__file__).with_name("shapes")
-"""Configurations of models that are planned often, by the hub's name with -- for its slash."""
 _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 _BUILT_IN = "builtin:characters"
 
@@ -84,9 +85,9 @@ def _values(config: Any) -> dict[str, Any]:
 def _raw(model: ModelConfig, base: Path) -> tuple[Any, bool]:
     """Return the transformers configuration of a named model, and whether it is one that the package knows."""
     name = str(model.path)
-    shape_file = SHAPE_FOLDER / f"{name.replace('/', '--')}.json"
-    if shape_file.is_file() and not (base / name).is_dir() and not Path(name).is_dir():
-        values = json.loads(shape_file.read_text(encoding="utf-8"))
+    known = shape_file(name)
+    if known.is_file() and not (base / name).is_dir() and not Path(name).is_dir():
+        values = json.loads(known.read_text(encoding="utf-8"))
         return config_from_values(values), True
     try:
         return configured(model, base)[0], False
@@ -103,3 +104,12 @@ def teacher_section(config: TrainingConfig) -> TeacherConfig | None:
     if not isinstance(config, DistillConfig) or isinstance(config.teacher, ServerTeacherConfig):
         return None
     return config.teacher
+
+
+def size_of_plan(config: TrainingConfig, plan: ShardPlan, origin: Blueprint) -> ModelSize:
+    """Return the size of a model that is built."""
+    text: Any = origin.skeleton.config.get_text_config()
+    stored = storage_of(config.model)[0].itemsize
+    units = sorted((unit.bytes_ // stored for unit in plan.units), reverse=True)
+    widths = layers_in(origin.skeleton), int(text.hidden_size), int(text.vocab_size)
+    return ModelSize(plan.parameters, plan.trainable, tuple(units), *widths)

@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
 from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.sections.rollout import EngineConfig, SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.features.plan.counting.kinds import CACHE, ROLLOUT_WEIGHTS
+from holdfast.features.plan.counting.kinds import CACHE, RESUME, ROLLOUT_WEIGHTS
 from holdfast.features.plan.counting.memory import Ledger, follow_model
-from holdfast.features.plan.counting.traffic import Traffic
 from holdfast.features.plan.execution.steps import PlannedStep, reference_of
 from holdfast.models.names import named_parameters
+from holdfast.parallel.copies import copies_of
 from holdfast.recipes.grpo import learn_from
 from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.rollout.local.block_attention import InPlace, Operands
+from holdfast.rollout.local.block_attention import InPlace
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache
 from holdfast.rollout.local.graphs import CHECKED_STEPS
@@ -55,9 +54,6 @@ from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
-_SCORING = ("proximal", "reference", "values")
-_TRAINING = ("forward", "backward", "optimizer", "critic")
-
 
 def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
     """Return what samples for, scores for and updates a policy."""
@@ -72,17 +68,9 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
         sampler=training.evaluation.sampler,
     )
     if config.environment is not None:
-        turns = config.environment.max_turns
-        step.repeats["rollout"] = turns * step.repeats.get("rollout", 1)
-        step.notes.append(
-            f"rollout: {turns} turns of every episode, each computing the longest context again; the processes of "
-            "environments, and the time that they take, are left out"
-        )
+        step.notes.append("rollout: the processes of environments are left out")
 
     rollout = _rollout(step, config)
-    scoring = min(config.updates.mini_batches, len(rollout.facts))
-    step.repeats |= dict.fromkeys(_SCORING, scoring)
-    step.repeats |= dict.fromkeys(_TRAINING, scoring * config.updates.passes)
 
     def make() -> object:
         with restored_afterwards(training.model):
@@ -121,7 +109,6 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyTraining:
         critic = training.companions[CRITIC]
         follow_model(step.ledger, critic.module)
         step.companions[CRITIC] = critic
-        step.watch(critic.module)
     _deal_memory(step, sampler, config.rollout, config.longest_context)
     return training
 
@@ -173,26 +160,37 @@ def sampling_of(
     if sampler is None:
         sampler = _sampler_of(step, section)
         _deal_memory(step, sampler, section, prompt)
-    if not isinstance(sampler.engine, InProcessEngine):
+    local = sampler.engine
+    if not isinstance(local, InProcessEngine):
         step.notes.append(f"rollout: {_left_out(section)}")
         return lambda: None
     own_rows = -(-rows // step.run.ranks.size)
-    slots = _rows_with_blocks(sampler.engine, section, prompt, group)
+    slots = _rows_with_blocks(local, section, prompt, group)
     at_once, completions = max(1, min(own_rows, slots // group)), min(group, slots)
-    step.repeats["rollout"] = -(-own_rows // at_once) * -(-group // completions)
-    engine = PlannedEngine(sampler.engine, step.ledger, step.traffic, section)
+    engine = PlannedEngine(local, step.ledger, section)
     requests = [Request(number, np.zeros(prompt, np.int64), tuple(range(completions))) for number in range(at_once)]
 
     def make() -> None:
+        step.kept = []
         with step.run.phase("rollout"):
             engine.publish(sampler, step)
-            engine.decode(requests)
-            bytes_by_kind = step.ledger.peaks["rollout", step.run.world.device.type].by_kind
-            read = bytes_by_kind.get(ROLLOUT_WEIGHTS, 0) + bytes_by_kind.get(CACHE, 0) / 4
-            step.read_by_rollout = read * section.max_new_tokens * step.repeats["rollout"]
+            kept = engine.decode(requests)
             sampler.release(step.model)
+        step.kept = kept if _stays(step, local, kept) else []
 
     return make
+
+
+def _stays(step: PlannedStep, engine: InProcessEngine, kept: Sequence[Tensor]) -> bool:
+    """Return whether keys and values keep their memory while a step trains, as `settle_kept` decides in a run.
+
+    Nothing is kept before a step has shown what training takes, nor where the engine's weights are given back.
+    """
+    copies = copies_of(step.model.module)
+    is_held = not step.model.plan.sharded and (copies is None or bool(copies.tensors))
+    if not is_held or engine._kept.recorder is None or not step.training_peak:
+        return False
+    return step.training_peak + sum(tensor.nbytes for tensor in kept) <= step.room
 
 
 def _rows_with_blocks(engine: InProcessEngine, section: EngineConfig, prompt: int, group: int) -> int:
@@ -273,14 +271,14 @@ class PlannedEngine:
 
     Args:
         engine: The engine of the run.
-        ledger, traffic: Counters of memory and of messages.
+        ledger: Counter of memory.
         section: The `rollout` section of the run.
     """
 
-    def __init__(self, engine: InProcessEngine, ledger: Ledger, traffic: Traffic, section: EngineConfig) -> None:
-        self._engine, self._ledger, self._traffic, self._section = engine, ledger, traffic, section
+    def __init__(self, engine: InProcessEngine, ledger: Ledger, section: EngineConfig) -> None:
+        self._engine, self._ledger, self._section = engine, ledger, section
         if engine.in_place is not None:
-            engine.in_place = InPlace(_attend, planned=True)
+            engine.in_place = InPlace(lambda _: None, planned=True)
 
     def publish(self, sampler: Sampler, step: PlannedStep) -> None:
         """Give the engine its weights, each counted as such when it has come."""
@@ -303,9 +301,13 @@ class PlannedEngine:
             self._engine.update_weights = take  # type: ignore[method-assign]
 
     @torch.no_grad()
-    def decode(self, requests: Sequence[Request]) -> None:
-        """Draw the first tokens of all, then one with the least and one with the most in the cache."""
-        most = self._section.max_new_tokens
+    def decode(self, requests: Sequence[Request]) -> list[Tensor]:
+        """Draw the first tokens of all, then one with the least and one with the most in the cache.
+
+        Returns:
+            The memory of keys and values.
+        """
+        most, length = self._section.max_new_tokens, len(requests[0].prompt)
         self._engine.submit([], self._section)
         replica = self._engine._replica
         with replica.for_few_rows(), counted_cache(self._ledger), self._engine.decoding(None, planned=True) as decoding:
@@ -313,23 +315,14 @@ class PlannedEngine:
             decoding.begin_rows()
             if most > 1:
                 if self._engine.in_place is not None and self._engine.in_place.agrees is None:
-                    with self._traffic.times(0):  # two forms of attention are compared, once in a run
-                        decoding.prepare(1)
-                        decoding.on_device.compare_attention()
-                with self._traffic.times(most - 1 - (most - 1) // 2):
-                    decoding.step_at(len(requests[0].prompt))
+                    before, self._ledger.phase = self._ledger.phase, RESUME  # once in a process
+                    decoding.prepare(1)
+                    decoding.on_device.compare_attention()
+                    self._ledger.phase = before
+                decoding.step_at(length)
             if most > 2:  # noqa: PLR2004 - the first token, the next and the last
-                with self._traffic.times((most - 1) // 2):
-                    decoding.step_at(len(requests[0].prompt) + most - 1)
-
-
-def _attend(given: Operands) -> None:
-    """Multiply as often as the kernel that reads blocks in place, whose products no counter sees."""
-    rows, heads, size = given.query.shape
-    tokens, key_heads = given.tables.shape[1] * BLOCK_SIZE, given.pair[0].shape[2]
-    tokens = tokens if given.window is None else min(tokens, given.window)
-    key, value = (stored[0, 0, None, :, None].expand(rows, -1, tokens, -1) for stored in given.pair)
-    scaled_dot_product_attention(given.query.view(rows, key_heads, heads // key_heads, size), key, value)
+                decoding.step_at(length + most - 1)
+            return [tensor for pair in decoding.on_device.cache.pairs.values() for tensor in pair]
 
 
 @contextlib.contextmanager

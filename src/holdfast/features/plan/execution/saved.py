@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,13 +21,9 @@ from holdfast.checkpoint.format.manifest import Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import (
     RandomState,
     Snapshot,
-    hold,
-    optimizer_tensors,
     random_state_as_json,
-    tensors_of,
 )
 from holdfast.checkpoint.saving.agreement import described_optimizers
-from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ModelError
@@ -36,16 +31,12 @@ from holdfast.models.adapters.files import PEFT_PREFIX, names_in_file
 from holdfast.models.adapters.live import whole_modules
 from holdfast.models.files.conversion import Header
 from holdfast.models.files.safetensors_files import file_bytes, plan_files
-from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.setup.model import Blueprint, storage_of
-from holdfast.optim.state import collect
 from holdfast.optim.wrapped import NotSeparable, shards_of
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.policy.ahead import largest_ahead
 from holdfast.training.run import Training
 from holdfast.training.saving.run_snapshot import Contents
-from holdfast.training.setup.optimizers import averages_of, build_optimizer, stacks_of, vocabulary_of
-from holdfast.types import host_values_from
 
 CHUNK_BYTES = 560
 """Size of what a file's header and the manifest say of one stored chunk."""
@@ -100,34 +91,6 @@ def _chunks(tensor: Tensor) -> int:
         return tensor.device_mesh.size()
     rows = tensor.shape[0] if tensor.ndim else 1
     return -(-rows // max(1, -(-rows // shards)))
-
-
-def learned_states(config: TrainingConfig, policy: PolicyModel) -> dict[str, Tensor] | None:
-    """Return what a checkpoint holds of the optimizer of a model that has no memory, whole, under their stored names.
-
-    The optimizer makes a step on tensors without numbers. None of one of the user's, whose step may look at them.
-    """
-    if isinstance(config.optim, UserOptimizerConfig):
-        return None
-    with FakeTensorMode(allow_non_fake_inputs=True), host_values_from(lambda tensor, _: np.ones(tuple(tensor.shape))):
-        parameters = {
-            name: nn.Parameter(
-                torch.empty(tuple(original.shape), dtype=original.dtype), requires_grad=original.requires_grad
-            )
-            for name, original in sharded_parameters(policy).items()
-        }
-        optimizer = build_optimizer(config.optim, parameters, vocabulary_of(policy), stacks_of(policy))
-        for parameter in parameters.values():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        optimizer.step()
-        return optimizer_tensors(collect(optimizer, parameters))
-
-
-def saved_weights(config: TrainingConfig, policy: PolicyModel) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of a model that has no memory, and of its averages, under their stored names."""
-    averages = averages_of(config.optim, sharded_parameters(policy))
-    holdings = hold(policy, frozen=config.checkpoint.frozen != "skip", averages=averages.tensors if averages else {})
-    return tensors_of(holdings)
 
 
 def export_bytes(config: TrainingConfig, policy: nn.Module, origin: Blueprint, notes: list[str]) -> int:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from holdfast.config.sections.data import TextConfig
 from holdfast.config.sections.reference import ServerReferenceConfig
@@ -22,7 +23,6 @@ from holdfast.data.content.lengths import Stretch, example_of
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.features.plan.counting.kinds import REFERENCE
 from holdfast.features.plan.counting.memory import Ledger, follow_model
-from holdfast.features.plan.counting.traffic import Traffic
 from holdfast.features.plan.execution.origin import shape_of, teacher_section
 from holdfast.features.plan.execution.shapes import WithoutNumbers, place_shapes
 from holdfast.models.setup.model import Blueprint, blueprint
@@ -57,23 +57,24 @@ _SIDE = 1024
 
 @dataclass
 class PlannedStep:
-    """The trained model of a planned run, its further models, and the counters of its step."""
+    """The trained model of a planned run, its further models, and the counter of its memory."""
 
     run: Run
     ledger: Ledger
-    traffic: Traffic
     model: Model
     build: Callable[..., Model]
     """Places a model, as `build_policy` does in a run."""
     companions: dict[str, Model] = field(default_factory=dict)
     """Further trained models, by the prefix of their tensors' names in checkpoints."""
     make: Callable[[], object] = lambda: None
-    repeats: dict[str, int] = field(default_factory=dict)
-    """Phase -> how often a step goes through what was executed once."""
     micro_batches: int = 1
     tokens: int = 0
-    read_by_rollout: float = 0.0
-    """Bytes of weights and of half of the cache's keys and values that decoding reads in a step."""
+    room: int = 0
+    """Bytes that tensors may take on the device."""
+    training_peak: int = 0
+    """Bytes of tensors in an earlier step, at most, outside of rollouts; 0 before there was one."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Memory of keys and values that stays until the next rollout."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -94,25 +95,15 @@ class PlannedStep:
             companions=self.companions,
         )
 
-    def watch(self, model: Any, kind: str | None = None) -> None:
-        """Count a model's parameters as a kind, and its forward passes as micro-batches."""
-        if kind is not None:
-            follow_model(self.ledger, model, kind)
-        model.register_forward_pre_hook(lambda *_: self.traffic.begin_micro_batch(), prepend=True)
-
     def shortened(self, mini_batch: MiniBatch) -> MiniBatch:
-        """Return a mini-batch with two micro-batches, of which the first stands for all but the last."""
+        """Return a mini-batch with its two largest micro-batches."""
         batches = sorted(mini_batch.micro_batches, key=lambda batch: -batch.tokens.numel())
-        self.micro_batches = self.traffic.micro_batches = len(batches)
-        represented = sum(micro_batch.tokens.numel() for micro_batch in batches) - sum(
-            micro_batch.tokens.numel() for micro_batch in batches[1:2]
-        )
-        self.traffic.first_stands_for = represented / batches[0].tokens.numel()
+        self.micro_batches = len(batches)
         self.tokens = max(self.tokens, batches[0].tokens.numel())
         return replace(mini_batch, micro_batches=tuple(batches[:2]))
 
 
-def planned_step(run: Run, ledger: Ledger, traffic: Traffic, without_numbers: WithoutNumbers) -> PlannedStep:
+def planned_step(run: Run, ledger: Ledger, without_numbers: WithoutNumbers) -> PlannedStep:
     """Build what a run's step needs.
 
     Raises:
@@ -125,8 +116,7 @@ def planned_step(run: Run, ledger: Ledger, traffic: Traffic, without_numbers: Wi
     follow_model(ledger, model.module)
     with without_numbers():
         give_optimizer(model, config.steps)
-    step = PlannedStep(run, ledger, traffic, model, build)
-    step.watch(model.module)
+    step = PlannedStep(run, ledger, model, build)
     match config:
         case GRPOConfig():
             from holdfast.features.plan.execution.policy_steps import policy_step  # it needs what stands here
@@ -238,7 +228,7 @@ def frozen(step: PlannedStep, run: Run, origin: Blueprint) -> Model:
     """Return a model that is not trained, sharded like the run's own."""
     model = step.build(run, origin, trained=False)
     model.module.eval()
-    step.watch(model.module, REFERENCE)
+    follow_model(step.ledger, model.module, REFERENCE)
     return model
 
 
