@@ -31,7 +31,7 @@ from holdfast.features.vllm.responses import TopRow
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.check.rounding import rounded_otherwise
-from holdfast.models.chunks.logits import HeadWeights, logits_of
+from holdfast.models.chunks.logits import HeadWeights, factors_of, logits_of
 from holdfast.models.heads.policy import without_dropout
 from holdfast.training.run import Model
 from holdfast.types import Batch, Example
@@ -366,9 +366,11 @@ def _gather(
     head: HeadWeights,
 ) -> None:
     """Take the trainer's log-probabilities of the servers' tokens, a few places at a time."""
+    spec = model.module.head_spec
+    hidden, head = factors_of(hidden, head, spec)
     for start in range(0, len(hidden), _ROWS):
         chunk = slice(start, start + _ROWS)
-        logits, _ = logits_of(hidden[chunk], head, model.module.head_spec)
+        logits, _ = logits_of(hidden[chunk], head, spec)
         scores = logits.log_softmax(-1).cpu()
         for url, rows in flat.items():
             logprobs[url].append(scores.gather(1, _tokens(rows[chunk])).double())
