@@ -139,7 +139,7 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         if model.holds_averages:
             # Completions of a step that live through this push would go on from averages, as if from the policy.
             self.settle(model.run.interrupted)
-        with self.unproved():
+        with self.unproved(), model.run.phase("push"):
             self._publish(model)
 
     def _publish(self, model: Model) -> None:
@@ -157,6 +157,7 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         else:
             pushed = self._pushed_adapter(model, self._adapters, label)
         servers, has_new = ranks.agree((pushed, not self._identities <= self._proved))
+        pushing = time.perf_counter() - start
         self.follow(servers)
         adapter = label if self._adapters is not None else ""
         if has_new or self._is_proved():
@@ -166,8 +167,8 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         if self._pushes == 1 and model.run.world.is_first:
             worst = max((proof.difference for proof in self.proofs), default=float("nan"))
             print(
-                f"weights pushed to {len(servers)} of {len(self.servers)} servers and proved in "
-                f"{time.perf_counter() - start:.1f} s: log-probabilities differ by {worst:.1e} (limit "
+                f"weights pushed to {len(servers)} of {len(self.servers)} servers in {pushing:.1f} s and proved in "
+                f"{time.perf_counter() - start - pushing:.1f} s: log-probabilities differ by {worst:.1e} (limit "
                 f"{self._prover.limit:.1e})",
                 flush=True,
             )
@@ -179,7 +180,8 @@ class ServedEngine(VLLMEngine, PublishedEngine):
             # requests with an adapter at the same time. So all ranks wait for theirs.
             self.settle(model.run.interrupted)
             model.run.ranks.gather(None)
-        self.proofs = self._prover.prove(model, servers, lambda wrong: self._suspects(model, wrong), adapter)
+        with model.run.phase("proof"):
+            self.proofs = self._prover.prove(model, servers, lambda wrong: self._suspects(model, wrong), adapter)
         self._proved |= self._identities
 
     def _suspects(self, model: Model, wrong: Sequence[str]) -> Suspects:

@@ -38,6 +38,8 @@ _NEW_TOKENS = 4
 _ACTS = {
     "rollout": "samples",
     "recording": "samples",
+    "push": "samples",
+    "proof": "samples",
     "data": "samples",
     "advantage": "packs",
     "pack": "packs",
