@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from holdfast.checkpoint.export.assets import write_assets
 from holdfast.config.load import from_mapping
-from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.config.sections.engine import StartConfig, VLLMEngineConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.features.vllm.lora import AdapterLimits
@@ -138,6 +138,7 @@ def serving(
     count: int = 1,
     dtype: str = "float32",
     adapters: AdapterLimits | None = None,
+    workers: int = 1,
 ) -> Iterator[Fleet]:
     """Start servers for the model of a tree, whose extension takes faults."""
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(count)]
@@ -145,7 +146,8 @@ def serving(
     (folder / "model").mkdir()
     write_assets(folder / "model", blueprint(config.model, folder, seed=0), torch.float32)
     shutil.copyfile(Path(__file__).with_name("faulty_extension.py"), folder / "faulty_extension.py")
-    section = VLLMEngineConfig(url=urls, start=True, python=PYTHON)
+    start = StartConfig(tensor_parallel_size=workers)
+    section = VLLMEngineConfig(url=urls, start=start, python=PYTHON)
     extension = "faulty_extension.Extension"
     served = ServerSpec(section, folder / "model", "policy", dtype, 256, True, folder, extension, adapters)
     with Servers(served) as servers:
