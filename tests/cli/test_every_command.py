@@ -83,7 +83,7 @@ SLOW = {
     "command", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in COMMANDS]
 )
 def test_every_command_runs_in_a_process_of_its_own(place: Path, command: str) -> None:
-    (place / "theirs.yaml").write_text("model_name_or_path: m\ndataset_name: d\n")
+    (place / "theirs.yaml").write_text("model_name_or_path: m\ndataset_name: d\nassistant_only_loss: true\n")
     call = CALLS[command]
 
     done = run([sys.executable, "-m", "holdfast.cli.main", *command.split(), *call.words.split()], cwd=place)
