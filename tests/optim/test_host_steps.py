@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.models.names import named_parameters
+from holdfast.optim import host_steps
 from holdfast.optim.host_steps import HostSteps
 from holdfast.optim.state import collect
 from holdfast.parallel.copies import attach_copies
@@ -158,6 +160,26 @@ def test_weights_are_copied_to_the_host_once_and_where_others_wrote_them(monkeyp
         hosted.third.bias.data.neg_()
     host_updates(hosted, optimizer, steps, [True])
     assert copied == [hosted.second.weight.numel(), hosted.third.bias.numel()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda value: value.mul_(2.0),
+        lambda value: value.neg_(),
+        lambda value: value[:2].neg_(),
+        lambda value: value.copy_(value.flip(0)),
+    ],
+    ids=["doubled", "negated", "two signs", "the other way round"],
+)
+def test_other_weights_have_another_fingerprint(dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = host_steps._fingerprint(values)  # noqa: SLF001
+
+    change(values)
+
+    assert host_steps._fingerprint(values) != before  # noqa: SLF001
 
 
 def test_twins_of_a_step_that_failed_are_not_taken_for_the_weights() -> None:

@@ -25,10 +25,11 @@ from holdfast.types import host_value
 
 _CHUNK = 2**22
 """Words that a fingerprint widens at a time."""
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Words that a fingerprint adds up, by the bytes of a number. In words of 64 bits, a change of signs or exponents alone
+would vanish modulo 2^64."""
 _ODD = 6_364_136_223_846_793_005
-"""A multiplier of linear congruential generators (Knuth, MMIX)."""
+"""Multiplier of a word's place, from a linear congruential generator (Knuth, MMIX)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -160,7 +161,7 @@ class HostSteps:
 
 def _fingerprint(shard: Tensor) -> Tensor:
     """Return a sum of a shard's words [] (int64), modulo 2^64, each times an odd number of its place."""
-    words = shard.reshape(-1).view(_BITS[shard.element_size()])
+    words = shard.reshape(-1).view(_WORDS[shard.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
     factors = torch.arange(min(_CHUNK, words.numel()), device=shard.device).mul_(_ODD - 1).add_(1)
     for chunk in torch.split(words, _CHUNK):

@@ -20,8 +20,12 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """Look at everything that a run needs before it starts, each with what mends it; exit 1 if something fails."""
+    import signal
+
     from holdfast.features.plan.doctor import doctor as look_before
 
+    # SIGTERM would end Python at once and leave a dry run and its directory; KeyboardInterrupt ends them.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise typer.Exit(look_before(run, overrides or [], runs_code=not no_code, as_json=as_json, only=only or []))
 
 

@@ -29,6 +29,7 @@ from holdfast.config.versions import installed, pip_command, unmet_requirements,
 from holdfast.errors import HoldfastError, UserError
 from holdfast.features.plan.checks.compilers import look_at_compilers
 from holdfast.features.plan.checks.findings import RANKS, Check, Finding, fail, ok, since, unknown, warn
+from holdfast.features.plan.checks.trial import end_launcher
 from holdfast.files import python_module, size_words
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
@@ -166,8 +167,7 @@ def _started(launch: LaunchConfig, folder: Path) -> str | None:
     try:
         output, _ = process.communicate(timeout=_DOCTOR_RANKS_SECONDS)
     except subprocess.TimeoutExpired:
-        process.terminate()  # its guard ends the ranks
-        process.communicate()
+        end_launcher(process)
         return f"they did not meet within {_DOCTOR_RANKS_SECONDS:g} s"
     if process.returncode == 0:
         return None

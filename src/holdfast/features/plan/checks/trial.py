@@ -35,7 +35,9 @@ def look_at_trial(
     directory = run_directory(config.model_copy(update={"dry_run": True}))
     made = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
-        yield from _tried([*python_module("holdfast.cli.main"), config.verb, str(path), *overrides, "dry_run=true"])
+        # A rank that dies is what is looked for: nothing goes on without it.
+        alone = ("launch.max_restarts=0", "launch.min_ranks=null", "dry_run=true")
+        yield from _tried([*python_module("holdfast.cli.main"), config.verb, str(path), *overrides, *alone])
     finally:
         if directory in made:
             shutil.rmtree(directory, ignore_errors=True)
@@ -57,15 +59,24 @@ def names_code(config: TrainingConfig) -> bool:
     return by_kind or any(others)
 
 
+def end_launcher(process: subprocess.Popen[str]) -> None:
+    """End a command that starts ranks; a guard of its own ends ranks which do not end with it."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=_END_SECONDS)
+    process.kill()
+    process.communicate()
+
+
 def _tried(command: list[str]) -> Iterator[Finding]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said, complaints = process.communicate(timeout=_DOCTOR_RUN_SECONDS)
+        except KeyboardInterrupt:
+            end_launcher(process)
+            raise
         except subprocess.TimeoutExpired:
-            process.terminate()  # its guard ends the ranks
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_END_SECONDS)
-            process.kill()
+            end_launcher(process)
             seconds = f"{_DOCTOR_RUN_SECONDS:g} s"
             yield unknown(
                 TRIAL, f"two steps were not done within {seconds}", "Start it with dry_run=true where it runs."
