@@ -204,3 +204,41 @@ def test_ranks_that_cannot_share_rows_evenly_are_left_to_a_person(converted: Con
 
     assert "data.batch_size" not in conversion.settings
     assert [line.undecided for line in conversion.lines if line.key == "micro_batch_size"] == [True]
+
+
+@pytest.mark.parametrize(("source", "said"), [
+    ("{path: r, type: chat_template, roles_to_train: [user], train_on_eos: all}", "roles_to_train, train_on_eos"),
+    ("{path: r, type: chat_template, message_property_mappings: {role: from}}", "message_property_mappings"),
+    ("{path: r, type: completion}", "type completion"),
+    ("{path: r, type: {field_instruction: q, field_output: a}}",
+     "type {'field_instruction': 'q', 'field_output': 'a'}"),
+    ("{path: r, type: sharegpt.load_role}", "type sharegpt.load_role"),
+])  # fmt: skip
+@pytest.mark.parametrize("key", ["datasets", "test_datasets"])
+def test_what_else_a_source_says_of_its_rows_is_left_to_a_person(
+    converted: Convert, key: str, source: str, said: str
+) -> None:
+    lines = {line.key: line for line in converted(f"base_model: m\n{key}: [{source}]\n", "axolotl").lines}
+
+    assert (lines[key].undecided, lines[key].remark) == (True, f"not converted: {said}")
+    assert lines[key].settings
+
+
+@pytest.mark.parametrize("source", [
+    "{path: r, type: chat_template, train_on_eos: ~}", "{path: r, type: alpaca}", "{path: r}", "r",
+])  # fmt: skip
+def test_a_source_that_says_nothing_else_is_written(converted: Convert, source: str) -> None:
+    lines = {line.key: line for line in converted(f"base_model: m\ndatasets: [{source}]\n", "axolotl").lines}
+
+    assert (lines["datasets"].undecided, lines["datasets"].settings["data.path"]) == (False, "r")
+
+
+@pytest.mark.parametrize("source", [
+    "{path: ~}", "{path: 3}", "{path: ''}", "{path: {a: 1}}", "{path: r, split: 1}", "{path: r, name: [a]}",
+    "{path: r, revision: 2}", "{path: r, field_messages: {a: b}}", "{path: r, split: ''}",
+])  # fmt: skip
+def test_a_source_of_other_than_texts_is_left_to_a_person(converted: Convert, source: str) -> None:
+    lines = {line.key: line for line in converted(f"base_model: m\ndatasets: [{source}]\n", "axolotl").lines}
+
+    assert (lines["datasets"].undecided, lines["datasets"].settings) == (True, {})
+    assert lines["datasets"].remark.endswith(" is no text")

@@ -125,7 +125,7 @@ ANSWERS: dict[str, Answer] = {
         "optim.clip_norm": 0.5, "checkpoint.every_steps": 100, **rates(1e-5, "constant", steps=20),
     }),
     # 2 x 4 pairs; 2 pairs of two sequences of 4096 tokens
-    "axolotl_dpo": Answer(1, "dpo", {"load_in_8bit"}, {
+    "axolotl_dpo": Answer(1, "dpo", {"datasets", "load_in_8bit"}, {
         "epochs": 4.0, "data.batch_size": 8, "data.tokens_per_micro_batch": 16384, "model.lora.rank": 32,
         "preference.loss": [{"weight": 1.0, "kind": "dpo", "beta": 0.1, "label_smoothing": 0.0, "lengths": "sum"}],
         "model.lora.targets": "all-linear", "optim.kind": "adamw_8bit", **rates(2e-4, "cosine", steps=10),

@@ -273,3 +273,13 @@ def test_the_default_number_of_updates_between_syncs_is_turned_into_rollouts_too
     settings = converted(text, "trl").settings  # 8 updates a rollout, and 512 updates are TRL's default
 
     assert (settings["reference.sync.every_steps"], settings["reference.sync.mix"]) == (64, 0.6)
+
+
+@pytest.mark.parametrize("text", [
+    "dataset_name: {a: 1}", "dataset_name: [rows]", "dataset_name: rows\ndataset_train_split: [train]",
+])  # fmt: skip
+def test_a_data_set_of_other_than_texts_is_left_to_a_person(converted: Convert, text: str) -> None:
+    conversion = converted(text, "trl")
+
+    assert "data.path" not in conversion.settings
+    assert [line.undecided for line in conversion.lines if line.key == "dataset_name"] == [True]

@@ -192,3 +192,11 @@ def test_prompts_that_no_update_divides_are_left_to_a_person(converted: Convert)
     assert lines["actor_rollout_ref.actor.ppo_mini_batch_size"].remark == (
         "100 prompts of a rollout are no multiple of 64"
     )
+
+
+@pytest.mark.parametrize("files", ["{a: 1}", "[{a: 1}]", "[a.parquet, 3]", "['']", "7"])
+def test_files_of_other_than_texts_are_left_to_a_person(converted: Convert, files: str) -> None:
+    lines = {line.key: line for line in converted(f"data: {{train_files: {files}, val_files: {files}}}", "verl").lines}
+
+    assert [lines[f"data.{name}_files"].undecided for name in ("train", "val")] == [True, True]
+    assert [lines[f"data.{name}_files"].settings for name in ("train", "val")] == [{}, {}]

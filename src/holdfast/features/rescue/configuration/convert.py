@@ -12,7 +12,7 @@ from holdfast.config.tree import all_keys
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import Document, KeyPath
 from holdfast.errors import ConfigError
-from holdfast.features.rescue.configuration.facts import ForeignKey, NotConverted
+from holdfast.features.rescue.configuration.facts import Converted, ForeignKey, NotConverted, Provisional
 from holdfast.features.rescue.configuration.rules import RULES
 from holdfast.features.rescue.systems.table import READABLE, KeyEntry, KeyTable, load_key_table, spelled
 from holdfast.text.shortening import shortened
@@ -187,15 +187,22 @@ def _line(table: KeyTable, line: ConvertedLine, facts: ForeignKey) -> ConvertedL
     if isinstance(line.value, str) and "${" in line.value:
         return replace(line, undecided=True, remark=f"{line.value} stands for another value")
     try:
-        settings, remark = _outcome(entry, line.value, facts)
+        outcome = _outcome(entry, line.value, facts)
     except NotConverted as reason:
         return replace(line, undecided=True, remark=str(reason))
+    settings, remark = _parts(outcome)
     refused = [key for key in settings if not _accepted(key, _keys(facts.verb))]
     if refused:
         return replace(
             line, undecided=line.number > 0, remark=f"holdfast {facts.verb} has no {' and no '.join(refused)}"
         )
-    return replace(line, settings=settings, remark=remark)
+    return replace(line, settings=settings, remark=remark, undecided=isinstance(outcome, Provisional))
+
+
+def _parts(outcome: Converted) -> tuple[Mapping[str, Any], str]:
+    if isinstance(outcome, Provisional):
+        return outcome.settings, outcome.remark
+    return outcome if isinstance(outcome, tuple) else (outcome, "")
 
 
 @cache
@@ -209,18 +216,17 @@ def _accepted(key: str, keys: frozenset[str]) -> bool:
     return key in keys or key.startswith(_SETS) or key.rpartition(".")[0] in _MAPPINGS
 
 
-def _outcome(entry: KeyEntry, value: Any, facts: ForeignKey) -> tuple[Mapping[str, Any], str]:
+def _outcome(entry: KeyEntry, value: Any, facts: ForeignKey) -> Converted:
     if entry.values is not None and spelled(value) in entry.values:
         ours = entry.values[spelled(value)]
         if ours is None:
             return {}, "implied"
-        return (ours if isinstance(ours, Mapping) else {entry.targets[0]: ours}), ""
+        return dict(ours) if isinstance(ours, Mapping) else {entry.targets[0]: ours}
     if entry.rule:
-        outcome = RULES[entry.rule](replace(facts, value=value, target=entry.targets[0]))
-        return outcome if isinstance(outcome, tuple) else (outcome, "")
+        return RULES[entry.rule](replace(facts, value=value, target=entry.targets[0]))
     if not entry.targets or (entry.values is not None and not _switches_off(entry.values)):
         raise NotConverted(f"{spelled(value)} has no counterpart" if entry.values else "")
-    return {entry.targets[0]: value}, ""
+    return {entry.targets[0]: value}
 
 
 def _switches_off(values: Mapping[str, Any]) -> bool:
