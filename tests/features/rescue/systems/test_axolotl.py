@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.features.rescue.config_import import run_yaml
 from holdfast.features.rescue.configuration.convert import ConvertedConfig
 from tests.features.rescue.systems.conftest import Case, Convert, check
 
@@ -242,3 +243,21 @@ def test_a_source_of_other_than_texts_is_left_to_a_person(converted: Convert, so
 
     assert (lines["datasets"].undecided, lines["datasets"].settings) == (True, {})
     assert lines["datasets"].remark.endswith(" is no text")
+
+
+def test_no_steps_of_warm_up_are_no_warm_up(converted: Convert) -> None:
+    settings = converted("base_model: m\nwarmup_steps: 0\nwarmup_ratio: 0.1\n", "axolotl").settings
+
+    assert "optim.schedule.warmup_ratio" not in settings
+    assert settings["optim.schedule.warmup_steps"] == 0
+
+
+def test_a_batch_of_packs_is_written_and_left_to_a_person(converted: Convert) -> None:
+    conversion = converted(MODEL + ROWS + "micro_batch_size: 4\nsample_packing: true\n", "axolotl")
+
+    line = next(line for line in conversion.lines if line.key == "micro_batch_size")
+    said = " ".join(run_yaml(conversion, "theirs.yaml").replace("#", " ").split())
+    assert (line.undecided, conversion.settings["data.batch_size"]) == (True, 4)
+    assert "4 written, 0 without effect, 1 undecided, and 1 of Axolotl's defaults." in said
+    assert "Undecided: Axolotl's default of gradient_accumulation_steps: 1 -> data.batch_size" in said
+    assert "line 4, micro_batch_size: 4 -> data.batch_size" in said

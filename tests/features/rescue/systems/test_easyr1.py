@@ -161,3 +161,15 @@ def test_evaluation_sets_have_the_columns_of_the_training_rows(
     columns = {"instruction": "problem", "answer": "solution"}
     assert config.data.columns == columns
     assert [section.columns for section in config.evaluation.sets.values()] == [columns] * (1 + files.count(","))
+
+
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_no_steps_of_warm_up_are_no_warm_up(converted: Convert, model: str) -> None:
+    options = "optim: {lr_warmup_steps: 0, lr_warmup_ratio: 0.1}"
+    text = f"algorithm: {{adv_estimator: gae}}\nworker: {{{model}: {{{options}}}}}"
+
+    settings = converted(text, "easyr1").settings
+
+    ours = "optim.schedule" if model == "actor" else "critic.optim.schedule"
+    assert f"{ours}.warmup_ratio" not in settings
+    assert settings[f"{ours}.warmup_steps"] == 0

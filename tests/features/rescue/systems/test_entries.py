@@ -47,6 +47,7 @@ FILES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 NEEDED = {
     "quantization_type": {"quantization_type": "nf4"},
     "trainer.critic_warmup": {"critic.model.path": "m"},
+    "lora_target_parameters": {"lora_dropout": 0.0},
     "max_new_tokens": {"vllm_max_model_length": 4096},
     "reward_model_name_or_path": {"reward_funcs": None},
     "use_bias_correction_kl": {"beta": 0.1},

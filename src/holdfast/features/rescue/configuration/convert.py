@@ -19,8 +19,8 @@ from holdfast.text.shortening import shortened
 
 _TRUTH_VALUES = {"yes": True, "on": True, "no": False, "off": False}
 """Truth values of YAML 1.1, which the other systems read."""
-_READS_NULL = "row_length"
-"""The rule of keys where null says something."""
+_READS_NULL = {"row_length", "peft_targets"}
+"""The rules of keys where null says something."""
 _SETS, _MAPPINGS = "evaluation.sets.", {"data.columns"}
 """Keys whose own names are the user's."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -176,7 +176,7 @@ def _line(table: KeyTable, line: ConvertedLine, facts: ForeignKey) -> ConvertedL
     """Return a line with the keys of Holdfast that its value becomes, or with the reason why it becomes none."""
     entries = table.entries.get(line.key, ())
     entry = next((entry for entry in entries if entry.condition.holds(facts.values)), None)
-    if line.value is None and (entry is None or entry.rule != _READS_NULL):
+    if line.value is None and (entry is None or entry.rule not in _READS_NULL):
         return replace(line, remark="null")
     if entry is None:
         conditions = " or ".join(entry.condition.text for entry in entries)
