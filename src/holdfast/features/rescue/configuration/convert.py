@@ -23,6 +23,12 @@ _READS_NULL = {"row_length", "peft_targets"}
 """The rules of keys where null says something."""
 _SETS, _MAPPINGS = "evaluation.sets.", {"data.columns"}
 """Keys whose own names are the user's."""
+_OVERRIDING = {
+    "packing_strategy", "lr_scheduler_kwargs", "bnb_4bit_quant_type", "quantization_type", "run_name", "wandb_name",
+    "data.filter_overlong_prompts", "trainer.save_checkpoint_path", "trainer.default_local_dir",
+    "worker.actor.loss_type", "worker.ref.offload.offload_params", "actor_rollout_ref.actor.policy_loss.loss_mode",
+}  # fmt: skip
+"""Keys that say more than an earlier one of their table, and replace what it became."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -244,13 +250,31 @@ def _joined(table: KeyTable, facts: ForeignKey, lines: Sequence[ConvertedLine]) 
     order = {key: number for number, key in enumerate(table.entries)}
     # Defaults give way to keys of the file. Among these the table's order decides, where a choice such as a schedule
     # stands before its options, so that the order of the file changes nothing.
-    for line in sorted(lines, key=lambda converted: (converted.number > 0, order.get(converted.key, 0))):
+    decided = {line.key: line for line in lines}
+    for each in sorted(lines, key=lambda converted: (converted.number > 0, order.get(converted.key, 0))):
+        decided[each.key] = line = _compared(each, settings, origins)
         for key, value in line.settings.items():
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)
             settings[key] = value
     _share_columns(settings, origins)
-    return ConvertedConfig(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
+    return ConvertedConfig(table, facts.verb, facts.ranks, tuple(decided.values()), _fitted(settings), origins)
+
+
+def _compared(
+    line: ConvertedLine, settings: Mapping[str, Any], origins: Mapping[str, tuple[ConvertedLine, ...]]
+) -> ConvertedLine:
+    """Return a line that is a person's decision where another line of the file sets the same key to another value."""
+    if not line.number or line.key in _OVERRIDING:
+        return line
+    others = [
+        f"{other.key} sets {key} to {shortened(spelled(settings[key]), 40)}"
+        for key, value in line.settings.items()
+        if key in settings and settings[key] != value
+        for other in origins[key]
+        if other.number
+    ]
+    return replace(line, undecided=True, remark="; ".join(filter(None, (line.remark, *others)))) if others else line
 
 
 def _evaluates(keys: Iterable[str]) -> bool:
