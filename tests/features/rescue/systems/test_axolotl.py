@@ -253,11 +253,28 @@ def test_no_steps_of_warm_up_are_no_warm_up(converted: Convert) -> None:
 
 
 def test_a_batch_of_packs_is_written_and_left_to_a_person(converted: Convert) -> None:
-    conversion = converted(MODEL + ROWS + "micro_batch_size: 4\nsample_packing: true\n", "axolotl")
+    conversion = converted(MODEL + ROWS + "warmup_steps: 1\nmicro_batch_size: 4\nsample_packing: true\n", "axolotl")
 
     line = next(line for line in conversion.lines if line.key == "micro_batch_size")
     said = " ".join(run_yaml(conversion, "theirs.yaml").replace("#", " ").split())
     assert (line.undecided, conversion.settings["data.batch_size"]) == (True, 4)
-    assert "4 written, 0 without effect, 1 undecided, and 1 of Axolotl's defaults." in said
+    assert "5 written, 0 without effect, 1 undecided, and 1 of Axolotl's defaults." in said
     assert "Undecided: Axolotl's default of gradient_accumulation_steps: 1 -> data.batch_size" in said
-    assert "line 4, micro_batch_size: 4 -> data.batch_size" in said
+    assert "line 5, micro_batch_size: 4 -> data.batch_size" in said
+
+
+@pytest.mark.parametrize(("steps", "expected", "undecided"), [
+    ("max_steps: 500", {"warmup_steps": 15}, False),
+    ("max_steps: 10000", {"warmup_steps": 100}, False),
+    ("num_epochs: 3", {"warmup_ratio": 0.03}, True),
+    ("max_steps: 10000\nwarmup_ratio: 0.03", {"warmup_ratio": 0.03}, False),
+    ("max_steps: 10000\nwarmup_steps: 7", {"warmup_steps": 7}, False),
+])  # fmt: skip
+def test_axolotls_own_warm_up_is_at_most_100_steps(
+    converted: Convert, steps: str, expected: dict[str, Any], undecided: bool
+) -> None:
+    conversion = converted(MODEL + ROWS + steps, "axolotl")
+
+    schedule = {key: value for key, value in conversion.settings.items() if ".warmup_" in key}
+    assert schedule == {f"optim.schedule.{key}": value for key, value in expected.items()}
+    assert any(line.undecided for line in conversion.lines) == undecided

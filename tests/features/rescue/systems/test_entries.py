@@ -19,6 +19,7 @@ FILES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "trl": [
         ("sft", TRL),
         ("dpo", TRL),
+        ("reward", TRL),
         ("grpo", {**TRL, "reward_funcs": "a.py:f"}),
     ],
     "easyr1": [
@@ -45,6 +46,7 @@ FILES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }  # fmt: skip
 """Least files of each system, with dotted keys, and the commands that they are for."""
 NEEDED = {
+    "warmup_ratio": {"max_steps": 1000},
     "quantization_type": {"quantization_type": "nf4"},
     "trainer.critic_warmup": {"critic.model.path": "m"},
     "lora_target_parameters": {"lora_dropout": 0.0},

@@ -329,3 +329,23 @@ def test_a_batch_of_packs_is_left_to_a_person(converted: Convert, packing: str, 
 
     assert [line.undecided for line in conversion.lines if line.key == "per_device_train_batch_size"] == [undecided]
     assert conversion.settings["data.batch_size"] == 4
+
+
+def test_a_reward_model_has_trls_own_defaults(converted: Convert, loads: Callable[[ConvertedConfig], Any]) -> None:
+    conversion = converted("model_name_or_path: m\ndataset_name: rows", "trl", verb="reward")
+    config = loads(conversion)
+
+    assert (config.optim.lr, config.data.max_length, config.data.overlong) == (1e-4, 1024, "drop")
+    assert [loss.kind for loss in config.preference.loss] == ["bradley_terry"]
+    assert [line.key for line in conversion.lines if line.undecided] == []
+
+
+def test_scores_near_zero_are_a_key_of_reward_models(
+    converted: Convert, loads: Callable[[ConvertedConfig], Any]
+) -> None:
+    text = "model_name_or_path: m\ndataset_name: rows\nmax_length: 512\ncenter_rewards_coefficient: 0.01"
+
+    conversion = converted(text, "trl")
+    config = loads(conversion)
+
+    assert (conversion.verb, config.data.max_length, config.preference.loss[0].center) == ("reward", 512, 0.01)

@@ -19,7 +19,7 @@ from holdfast.text.shortening import shortened
 
 _TRUTH_VALUES = {"yes": True, "on": True, "no": False, "off": False}
 """Truth values of YAML 1.1, which the other systems read."""
-_READS_NULL = {"row_length", "peft_targets"}
+_READS_NULL = {"row_length", "longest_kept", "peft_targets", "scorer_loss"}
 """The rules of keys where null says something."""
 _SETS, _MAPPINGS = "evaluation.sets.", {"data.columns"}
 """Keys whose own names are the user's."""
@@ -193,7 +193,7 @@ def _line(table: KeyTable, line: ConvertedLine, facts: ForeignKey) -> ConvertedL
     if isinstance(line.value, str) and "${" in line.value:
         return replace(line, undecided=True, remark=f"{line.value} stands for another value")
     try:
-        outcome = _outcome(entry, line.value, facts)
+        outcome = _outcome(entry, line.value, replace(facts, is_default=not line.number))
     except NotConverted as reason:
         return replace(line, undecided=True, remark=str(reason))
     settings, remark = _parts(outcome)

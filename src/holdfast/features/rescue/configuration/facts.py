@@ -24,6 +24,8 @@ class ForeignKey:
     ranks: int
     """Ranks of the run; a factor of batches where a system counts rows of one device."""
     verb: str
+    is_default: bool = False
+    """Whether the value is that system's default, which the file does not write."""
 
     def get(self, *keys: str) -> Any:
         """Return the value of the first of these keys that has one."""

@@ -17,6 +17,7 @@ from holdfast.features.rescue.configuration.facts import (
     Converted,
     ForeignKey,
     NotConverted,
+    Provisional,
     Rule,
     count,
     integer,
@@ -84,6 +85,18 @@ def warmup(foreign: ForeignKey) -> Converted:
         return {f"{schedule}.warmup_ratio": steps}
     rollouts, remark = in_rollouts(foreign) if integer(steps) > 0 else (integer(steps), "")
     return {f"{schedule}.warmup_steps": rollouts}, remark
+
+
+def share_of_warmup(foreign: ForeignKey) -> Converted:
+    """Write the share of warm-up; where it is Axolotl's own, at most 100 steps."""
+    if not foreign.is_default:
+        return {foreign.target: foreign.value}
+    steps = number(foreign.get("max_steps"), 0)
+    if steps < 1:
+        return Provisional({foreign.target: foreign.value}, "at most 100 steps there")
+    first = min(int(number(foreign.value) * steps), 100)
+    schedule = foreign.target.rpartition(".")[0]
+    return {f"{schedule}.warmup_steps": first}, f"{foreign.value} x {foreign.get('max_steps')}, at most 100"
 
 
 def betas(foreign: ForeignKey) -> dict[str, Any]:
@@ -212,6 +225,12 @@ def thinking(foreign: ForeignKey) -> dict[str, Any]:
     return {foreign.target: {"enable_thinking": foreign.value}}
 
 
+def scorer_loss(foreign: ForeignKey) -> dict[str, Any]:
+    """Write the one loss of reward models, and the weight that keeps scores near 0."""
+    center = {} if foreign.value is None else {"preference.loss.center": number(foreign.value)}
+    return {foreign.target: "bradley_terry", **center}
+
+
 def pair_losses(foreign: ForeignKey) -> dict[str, Any]:
     """Write TRL's list of losses, with what belongs to each."""
     names = names_of(foreign.get("loss_type"))
@@ -325,10 +344,10 @@ RULES: dict[str, Rule] = {
     **{
         rule.__name__: rule
         for rule in (
-            epochs, warmup, betas, clip_norm, scheduler_options, minutes, keep_last, per_epoch, whole_steps, held_out,
-            run_folder, run_name, trackers, name_list, peft_targets, lora_rank, rank_and_alpha, router, config_fields,
-            evaluation_sampling, thinking, pair_losses, policy_loss, clip_bounds, both_bounds, policy_kl,
-            verl_advantage, sampling_cut, sampler_correction, filtered_reward,
+            epochs, warmup, share_of_warmup, scorer_loss, betas, clip_norm, scheduler_options, minutes, keep_last,
+            per_epoch, whole_steps, held_out, run_folder, run_name, trackers, name_list, peft_targets, lora_rank,
+            rank_and_alpha, router, config_fields, evaluation_sampling, thinking, pair_losses, policy_loss,
+            clip_bounds, both_bounds, policy_kl, verl_advantage, sampling_cut, sampler_correction, filtered_reward,
         )
     },
     **SIZE_RULES,

@@ -147,6 +147,11 @@ def row_length(foreign: ForeignKey) -> dict[str, Any]:
     return {foreign.target: count(foreign.value)}
 
 
+def longest_kept(foreign: ForeignKey) -> dict[str, Any]:
+    """Write the longest sequence, where longer ones are left out."""
+    return row_length(foreign) | {"data.overlong": "drop"}
+
+
 def completion_length(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
     """Leave room for a prompt beside the longest completion."""
     bounded = foreign.get("vllm_max_model_length") is not None
@@ -218,7 +223,7 @@ def _servers(ranks: int, size: int, share: Any) -> tuple[dict[str, Any], str]:
 SIZE_RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
-        batch, updates, mini_batches, prompt_and_response, micro_batch_tokens, row_length, completion_length,
-        rounds_of_sampling, machine_ranks, shard_ranks, shared_servers, trl_servers,
+        batch, updates, mini_batches, prompt_and_response, micro_batch_tokens, row_length, longest_kept,
+        completion_length, rounds_of_sampling, machine_ranks, shard_ranks, shared_servers, trl_servers,
     )
 }  # fmt: skip
