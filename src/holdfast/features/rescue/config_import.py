@@ -80,7 +80,8 @@ def run_yaml(conversion: ConvertedConfig, file: str) -> str:
 def conversion_summary(conversion: ConvertedConfig) -> str:
     """Return how many keys of the file are written, need nothing, or are left to a person, with undecided defaults."""
     lines = [line for line in conversion.lines if line.number]
-    written, undecided = sum(bool(line.settings) for line in lines), sum(line.undecided for line in lines)
+    undecided = sum(line.undecided for line in lines)
+    written = sum(bool(line.settings) and not line.undecided for line in lines)
     defaults = sum(line.undecided for line in conversion.lines) - undecided
     more = f", and {defaults} of {conversion.table.title}'s defaults" if defaults else ""
     return (
@@ -129,10 +130,10 @@ def _origin(line: ConvertedLine, conversion: ConvertedConfig) -> str:
 
 
 def _unwritten(conversion: ConvertedConfig) -> Iterator[str]:
-    """Yield, as comments, the keys that nothing was written for."""
-    silent = [line for line in conversion.lines if not line.settings]
+    """Yield, as comments, the keys that a person decides, and those that nothing was written for."""
+    listed = [line for line in conversion.lines if line.undecided or not line.settings]
     for heading, undecided in (("# Undecided:", True), ("# Without effect:", False)):
-        lines = [line for line in silent if line.undecided == undecided]
+        lines = [line for line in listed if line.undecided == undecided]
         if lines:
             yield heading
         for line in lines:

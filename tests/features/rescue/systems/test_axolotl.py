@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.features.rescue.config_import import run_yaml
 from holdfast.features.rescue.configuration.convert import ConvertedConfig
 from tests.features.rescue.systems.conftest import Case, Convert, check
 
@@ -204,3 +205,76 @@ def test_ranks_that_cannot_share_rows_evenly_are_left_to_a_person(converted: Con
 
     assert "data.batch_size" not in conversion.settings
     assert [line.undecided for line in conversion.lines if line.key == "micro_batch_size"] == [True]
+
+
+@pytest.mark.parametrize(("source", "said"), [
+    ("{path: r, type: chat_template, roles_to_train: [user], train_on_eos: all}", "roles_to_train, train_on_eos"),
+    ("{path: r, type: chat_template, message_property_mappings: {role: from}}", "message_property_mappings"),
+    ("{path: r, type: completion}", "type completion"),
+    ("{path: r, type: {field_instruction: q, field_output: a}}",
+     "type {'field_instruction': 'q', 'field_output': 'a'}"),
+    ("{path: r, type: sharegpt.load_role}", "type sharegpt.load_role"),
+])  # fmt: skip
+@pytest.mark.parametrize("key", ["datasets", "test_datasets"])
+def test_what_else_a_source_says_of_its_rows_is_left_to_a_person(
+    converted: Convert, key: str, source: str, said: str
+) -> None:
+    lines = {line.key: line for line in converted(f"base_model: m\n{key}: [{source}]\n", "axolotl").lines}
+
+    assert (lines[key].undecided, lines[key].remark) == (True, f"not converted: {said}")
+    assert lines[key].settings
+
+
+@pytest.mark.parametrize("source", [
+    "{path: r, type: chat_template, train_on_eos: ~}", "{path: r, type: alpaca}", "{path: r}", "r",
+])  # fmt: skip
+def test_a_source_that_says_nothing_else_is_written(converted: Convert, source: str) -> None:
+    lines = {line.key: line for line in converted(f"base_model: m\ndatasets: [{source}]\n", "axolotl").lines}
+
+    assert (lines["datasets"].undecided, lines["datasets"].settings["data.path"]) == (False, "r")
+
+
+@pytest.mark.parametrize("source", [
+    "{path: ~}", "{path: 3}", "{path: ''}", "{path: {a: 1}}", "{path: r, split: 1}", "{path: r, name: [a]}",
+    "{path: r, revision: 2}", "{path: r, field_messages: {a: b}}", "{path: r, split: ''}",
+])  # fmt: skip
+def test_a_source_of_other_than_texts_is_left_to_a_person(converted: Convert, source: str) -> None:
+    lines = {line.key: line for line in converted(f"base_model: m\ndatasets: [{source}]\n", "axolotl").lines}
+
+    assert (lines["datasets"].undecided, lines["datasets"].settings) == (True, {})
+    assert lines["datasets"].remark.endswith(" is no text")
+
+
+def test_no_steps_of_warm_up_are_no_warm_up(converted: Convert) -> None:
+    settings = converted("base_model: m\nwarmup_steps: 0\nwarmup_ratio: 0.1\n", "axolotl").settings
+
+    assert "optim.schedule.warmup_ratio" not in settings
+    assert settings["optim.schedule.warmup_steps"] == 0
+
+
+def test_a_batch_of_packs_is_written_and_left_to_a_person(converted: Convert) -> None:
+    conversion = converted(MODEL + ROWS + "warmup_steps: 1\nmicro_batch_size: 4\nsample_packing: true\n", "axolotl")
+
+    line = next(line for line in conversion.lines if line.key == "micro_batch_size")
+    said = " ".join(run_yaml(conversion, "theirs.yaml").replace("#", " ").split())
+    assert (line.undecided, conversion.settings["data.batch_size"]) == (True, 4)
+    assert "5 written, 0 without effect, 1 undecided, and 1 of Axolotl's defaults." in said
+    assert "Undecided: Axolotl's default of gradient_accumulation_steps: 1 -> data.batch_size" in said
+    assert "line 5, micro_batch_size: 4 -> data.batch_size" in said
+
+
+@pytest.mark.parametrize(("steps", "expected", "undecided"), [
+    ("max_steps: 500", {"warmup_steps": 15}, False),
+    ("max_steps: 10000", {"warmup_steps": 100}, False),
+    ("num_epochs: 3", {"warmup_ratio": 0.03}, True),
+    ("max_steps: 10000\nwarmup_ratio: 0.03", {"warmup_ratio": 0.03}, False),
+    ("max_steps: 10000\nwarmup_steps: 7", {"warmup_steps": 7}, False),
+])  # fmt: skip
+def test_axolotls_own_warm_up_is_at_most_100_steps(
+    converted: Convert, steps: str, expected: dict[str, Any], undecided: bool
+) -> None:
+    conversion = converted(MODEL + ROWS + steps, "axolotl")
+
+    schedule = {key: value for key, value in conversion.settings.items() if ".warmup_" in key}
+    assert schedule == {f"optim.schedule.{key}": value for key, value in expected.items()}
+    assert any(line.undecided for line in conversion.lines) == undecided

@@ -161,3 +161,29 @@ def test_evaluation_sets_have_the_columns_of_the_training_rows(
     columns = {"instruction": "problem", "answer": "solution"}
     assert config.data.columns == columns
     assert [section.columns for section in config.evaluation.sets.values()] == [columns] * (1 + files.count(","))
+
+
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_no_steps_of_warm_up_are_no_warm_up(converted: Convert, model: str) -> None:
+    options = "optim: {lr_warmup_steps: 0, lr_warmup_ratio: 0.1}"
+    text = f"algorithm: {{adv_estimator: gae}}\nworker: {{{model}: {{{options}}}}}"
+
+    settings = converted(text, "easyr1").settings
+
+    ours = "optim.schedule" if model == "actor" else "critic.optim.schedule"
+    assert f"{ours}.warmup_ratio" not in settings
+    assert settings[f"{ours}.warmup_steps"] == 0
+
+
+@pytest.mark.parametrize(("kind", "undecided"), [("gspo", True), ("gspo_token", True), ("default", False),
+                                                 ("cispo", False)])  # fmt: skip
+def test_the_dual_clip_of_sequences_is_left_to_a_person(converted: Convert, kind: str, undecided: bool) -> None:
+    conversion = converted(f"worker: {{actor: {{loss_type: {kind}}}}}", "easyr1")
+
+    dual = [line for line in conversion.lines if line.key == "worker.actor.clip_ratio_dual"]
+    assert [line.undecided for line in dual] == ([] if kind == "cispo" else [undecided])
+
+
+def test_long_prompts_are_dropped_unless_the_file_says_otherwise(converted: Convert) -> None:
+    assert converted("data: {seed: 1}", "easyr1").settings["data.overlong"] == "drop"
+    assert converted("data: {filter_overlong_prompts: false}", "easyr1").settings["data.overlong"] == "refuse"

@@ -19,6 +19,7 @@ FILES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "trl": [
         ("sft", TRL),
         ("dpo", TRL),
+        ("reward", TRL),
         ("grpo", {**TRL, "reward_funcs": "a.py:f"}),
     ],
     "easyr1": [
@@ -45,8 +46,10 @@ FILES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }  # fmt: skip
 """Least files of each system, with dotted keys, and the commands that they are for."""
 NEEDED = {
+    "warmup_ratio": {"max_steps": 1000},
     "quantization_type": {"quantization_type": "nf4"},
     "trainer.critic_warmup": {"critic.model.path": "m"},
+    "lora_target_parameters": {"lora_dropout": 0.0},
     "max_new_tokens": {"vllm_max_model_length": 4096},
     "reward_model_name_or_path": {"reward_funcs": None},
     "use_bias_correction_kl": {"beta": 0.1},

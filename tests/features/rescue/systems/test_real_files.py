@@ -86,7 +86,9 @@ ANSWERS: dict[str, Answer] = {
         "kl.estimator": "k1", **rates(1e-6, "cosine", ratio=0.285, decay=0.01),
     }),
     # 2 x 8 x 4 ranks
-    "trl_sft_lora": Answer(4, "sft", set(), {
+    "trl_sft_lora": Answer(4, "sft", {
+        "per_device_train_batch_size", "gradient_accumulation_steps", "lora_target_modules",
+    }, {
         "epochs": 1.0, "data.batch_size": 64, "data.tokens_per_micro_batch": 2048, "data.packing": "best_fit",
         "data.overlong": "truncate", "objective.kind": "nll", "model.lora.rank": 32, "model.lora.alpha": 16.0,
         "model.lora.dropout": 0.05, "evaluation.every_steps": 100, "metrics.log_every": 10,
@@ -111,7 +113,8 @@ ANSWERS: dict[str, Answer] = {
     }),
     # 2 x 2 rows, and two windows of 2048 tokens
     "axolotl_lora": Answer(1, "sft", {
-        "loss_watchdog_threshold", "loss_watchdog_patience", "special_tokens.pad_token",
+        "loss_watchdog_threshold", "loss_watchdog_patience", "special_tokens.pad_token", "micro_batch_size",
+        "gradient_accumulation_steps",
     }, {
         "epochs": 1.0, "data.batch_size": 4, "data.tokens_per_micro_batch": 4096, "data.rows": "alpaca",
         "data.validation_split": 0.1, "model.lora.rank": 16, "optim.kind": "adamw_8bit",
@@ -119,13 +122,13 @@ ANSWERS: dict[str, Answer] = {
         **rates(2e-4, "cosine", ratio=0.1),
     }),
     # four neighbouring ranks share a row: 1 x 4 x 8 / 4
-    "axolotl_long": Answer(8, "sft", set(), {
+    "axolotl_long": Answer(8, "sft", {"micro_batch_size", "gradient_accumulation_steps"}, {
         "steps": 600, "data.batch_size": 8, "parallel.context": 4, "parallel.shard": 2,
         "data.tokens_per_micro_batch": 65536, "data.columns.messages": "conversations", "optim.kind": "adamw",
         "optim.clip_norm": 0.5, "checkpoint.every_steps": 100, **rates(1e-5, "constant", steps=20),
     }),
     # 2 x 4 pairs; 2 pairs of two sequences of 4096 tokens
-    "axolotl_dpo": Answer(1, "dpo", {"load_in_8bit"}, {
+    "axolotl_dpo": Answer(1, "dpo", {"datasets", "load_in_8bit"}, {
         "epochs": 4.0, "data.batch_size": 8, "data.tokens_per_micro_batch": 16384, "model.lora.rank": 32,
         "preference.loss": [{"weight": 1.0, "kind": "dpo", "beta": 0.1, "label_smoothing": 0.0, "lengths": "sum"}],
         "model.lora.targets": "all-linear", "optim.kind": "adamw_8bit", **rates(2e-4, "cosine", steps=10),

@@ -273,3 +273,79 @@ def test_the_default_number_of_updates_between_syncs_is_turned_into_rollouts_too
     settings = converted(text, "trl").settings  # 8 updates a rollout, and 512 updates are TRL's default
 
     assert (settings["reference.sync.every_steps"], settings["reference.sync.mix"]) == (64, 0.6)
+
+
+@pytest.mark.parametrize("text", [
+    "dataset_name: {a: 1}", "dataset_name: [rows]", "dataset_name: rows\ndataset_train_split: [train]",
+])  # fmt: skip
+def test_a_data_set_of_other_than_texts_is_left_to_a_person(converted: Convert, text: str) -> None:
+    conversion = converted(text, "trl")
+
+    assert "data.path" not in conversion.settings
+    assert [line.undecided for line in conversion.lines if line.key == "dataset_name"] == [True]
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("named", ["", "lora_target_modules: null"])
+def test_layers_that_peft_would_choose_are_left_to_a_person(converted: Convert, verb: str, named: str) -> None:
+    conversion = converted(f"use_peft: true\ndataset_name: rows\n{named}", "trl", verb=verb)
+
+    assert [line.undecided for line in conversion.lines if line.key == "lora_target_modules"] == [True]
+    assert conversion.settings["model.lora.dropout"] == 0.05
+
+
+def test_layers_of_no_adapters_are_nobodys_decision(converted: Convert) -> None:
+    conversion = converted("dataset_name: rows", "trl")
+
+    assert [line for line in conversion.lines if line.key in {"lora_target_modules", "lora_dropout"}] == []
+
+
+def test_warm_up_counts_rollouts_as_steps_do(converted: Convert) -> None:
+    text = "num_generations: 4\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 2\n" \
+           "steps_per_generation: 8\nmax_steps: 1000\nwarmup_steps: 100"  # fmt: skip
+
+    settings = converted(text, "trl", 2).settings  # 4 updates a rollout
+
+    assert (settings["steps"], settings["optim.schedule.warmup_steps"]) == (250, 25)
+
+
+@pytest.mark.parametrize(("steps", "share", "updates"), [("0", 0.1, 0), ("0.0", 0.1, 0), ("50", None, 50)])
+@pytest.mark.parametrize("system", ["trl", "llamafactory"])
+def test_steps_of_warm_up_decide_above_zero_alone(
+    converted: Convert, system: str, steps: str, share: float | None, updates: int
+) -> None:
+    settings = converted(f"model_name_or_path: m\nwarmup_steps: {steps}\nwarmup_ratio: 0.1", system).settings
+
+    assert settings.get("optim.schedule.warmup_ratio") == share
+    assert settings["optim.schedule.warmup_steps"] == updates
+
+
+@pytest.mark.parametrize(("packing", "undecided"), [
+    ("packing: true", True), ("packing: true\npacking_strategy: wrapped", False), ("packing: false", False),
+    ("padding_free: true", False),
+])  # fmt: skip
+def test_a_batch_of_packs_is_left_to_a_person(converted: Convert, packing: str, undecided: bool) -> None:
+    conversion = converted(f"dataset_name: rows\nper_device_train_batch_size: 4\n{packing}", "trl")
+
+    assert [line.undecided for line in conversion.lines if line.key == "per_device_train_batch_size"] == [undecided]
+    assert conversion.settings["data.batch_size"] == 4
+
+
+def test_a_reward_model_has_trls_own_defaults(converted: Convert, loads: Callable[[ConvertedConfig], Any]) -> None:
+    conversion = converted("model_name_or_path: m\ndataset_name: rows", "trl", verb="reward")
+    config = loads(conversion)
+
+    assert (config.optim.lr, config.data.max_length, config.data.overlong) == (1e-4, 1024, "drop")
+    assert [loss.kind for loss in config.preference.loss] == ["bradley_terry"]
+    assert [line.key for line in conversion.lines if line.undecided] == []
+
+
+def test_scores_near_zero_are_a_key_of_reward_models(
+    converted: Convert, loads: Callable[[ConvertedConfig], Any]
+) -> None:
+    text = "model_name_or_path: m\ndataset_name: rows\nmax_length: 512\ncenter_rewards_coefficient: 0.01"
+
+    conversion = converted(text, "trl")
+    config = loads(conversion)
+
+    assert (conversion.verb, config.data.max_length, config.preference.loss[0].center) == ("reward", 512, 0.01)

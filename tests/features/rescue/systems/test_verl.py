@@ -192,3 +192,28 @@ def test_prompts_that_no_update_divides_are_left_to_a_person(converted: Convert)
     assert lines["actor_rollout_ref.actor.ppo_mini_batch_size"].remark == (
         "100 prompts of a rollout are no multiple of 64"
     )
+
+
+@pytest.mark.parametrize("files", ["{a: 1}", "[{a: 1}]", "[a.parquet, 3]", "['']", "7"])
+def test_files_of_other_than_texts_are_left_to_a_person(converted: Convert, files: str) -> None:
+    lines = {line.key: line for line in converted(f"data: {{train_files: {files}, val_files: {files}}}", "verl").lines}
+
+    assert [lines[f"data.{name}_files"].undecided for name in ("train", "val")] == [True, True]
+    assert [lines[f"data.{name}_files"].settings for name in ("train", "val")] == [{}, {}]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [
+    ("kl_cov", {"objective.coefficient": 0.1, "objective.cap": None}),
+    ("kl_cov, ppo_kl_coef: 0.5", {"objective.coefficient": 0.5}),
+    ("dppo_tv", {"objective.cap": 3.0, "objective.dual_clip": None}),
+    ("dppo_kl", {"objective.cap": 3.0, "objective.dual_clip": None}),
+    ("vanilla", {"objective.dual_clip": 3.0, "objective.cap": None, "objective.coefficient": None}),
+])  # fmt: skip
+def test_options_of_an_objective_have_verls_own_defaults(
+    converted: Convert, mode: str, expected: dict[str, Any]
+) -> None:
+    text = f"actor_rollout_ref: {{actor: {{policy_loss: {{loss_mode: {mode}}}}}}}"
+
+    settings = converted(text, "verl").settings
+
+    assert {key: settings.get(key) for key in expected} == expected

@@ -12,17 +12,23 @@ from holdfast.config.tree import all_keys
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import Document, KeyPath
 from holdfast.errors import ConfigError
-from holdfast.features.rescue.configuration.facts import ForeignKey, NotConverted
+from holdfast.features.rescue.configuration.facts import Converted, ForeignKey, NotConverted, Provisional
 from holdfast.features.rescue.configuration.rules import RULES
 from holdfast.features.rescue.systems.table import READABLE, KeyEntry, KeyTable, load_key_table, spelled
 from holdfast.text.shortening import shortened
 
 _TRUTH_VALUES = {"yes": True, "on": True, "no": False, "off": False}
 """Truth values of YAML 1.1, which the other systems read."""
-_READS_NULL = "row_length"
-"""The rule of keys where null says something."""
+_READS_NULL = {"row_length", "longest_kept", "peft_targets", "scorer_loss"}
+"""The rules of keys where null says something."""
 _SETS, _MAPPINGS = "evaluation.sets.", {"data.columns"}
 """Keys whose own names are the user's."""
+_OVERRIDING = {
+    "packing_strategy", "lr_scheduler_kwargs", "bnb_4bit_quant_type", "quantization_type", "run_name", "wandb_name",
+    "data.filter_overlong_prompts", "trainer.save_checkpoint_path", "trainer.default_local_dir",
+    "worker.actor.loss_type", "worker.ref.offload.offload_params", "actor_rollout_ref.actor.policy_loss.loss_mode",
+}  # fmt: skip
+"""Keys that say more than an earlier one of their table, and replace what it became."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -176,7 +182,7 @@ def _line(table: KeyTable, line: ConvertedLine, facts: ForeignKey) -> ConvertedL
     """Return a line with the keys of Holdfast that its value becomes, or with the reason why it becomes none."""
     entries = table.entries.get(line.key, ())
     entry = next((entry for entry in entries if entry.condition.holds(facts.values)), None)
-    if line.value is None and (entry is None or entry.rule != _READS_NULL):
+    if line.value is None and (entry is None or entry.rule not in _READS_NULL):
         return replace(line, remark="null")
     if entry is None:
         conditions = " or ".join(entry.condition.text for entry in entries)
@@ -187,15 +193,22 @@ def _line(table: KeyTable, line: ConvertedLine, facts: ForeignKey) -> ConvertedL
     if isinstance(line.value, str) and "${" in line.value:
         return replace(line, undecided=True, remark=f"{line.value} stands for another value")
     try:
-        settings, remark = _outcome(entry, line.value, facts)
+        outcome = _outcome(entry, line.value, replace(facts, is_default=not line.number))
     except NotConverted as reason:
         return replace(line, undecided=True, remark=str(reason))
+    settings, remark = _parts(outcome)
     refused = [key for key in settings if not _accepted(key, _keys(facts.verb))]
     if refused:
         return replace(
             line, undecided=line.number > 0, remark=f"holdfast {facts.verb} has no {' and no '.join(refused)}"
         )
-    return replace(line, settings=settings, remark=remark)
+    return replace(line, settings=settings, remark=remark, undecided=isinstance(outcome, Provisional))
+
+
+def _parts(outcome: Converted) -> tuple[Mapping[str, Any], str]:
+    if isinstance(outcome, Provisional):
+        return outcome.settings, outcome.remark
+    return outcome if isinstance(outcome, tuple) else (outcome, "")
 
 
 @cache
@@ -209,18 +222,17 @@ def _accepted(key: str, keys: frozenset[str]) -> bool:
     return key in keys or key.startswith(_SETS) or key.rpartition(".")[0] in _MAPPINGS
 
 
-def _outcome(entry: KeyEntry, value: Any, facts: ForeignKey) -> tuple[Mapping[str, Any], str]:
+def _outcome(entry: KeyEntry, value: Any, facts: ForeignKey) -> Converted:
     if entry.values is not None and spelled(value) in entry.values:
         ours = entry.values[spelled(value)]
         if ours is None:
             return {}, "implied"
-        return (ours if isinstance(ours, Mapping) else {entry.targets[0]: ours}), ""
+        return dict(ours) if isinstance(ours, Mapping) else {entry.targets[0]: ours}
     if entry.rule:
-        outcome = RULES[entry.rule](replace(facts, value=value, target=entry.targets[0]))
-        return outcome if isinstance(outcome, tuple) else (outcome, "")
+        return RULES[entry.rule](replace(facts, value=value, target=entry.targets[0]))
     if not entry.targets or (entry.values is not None and not _switches_off(entry.values)):
         raise NotConverted(f"{spelled(value)} has no counterpart" if entry.values else "")
-    return {entry.targets[0]: value}, ""
+    return {entry.targets[0]: value}
 
 
 def _switches_off(values: Mapping[str, Any]) -> bool:
@@ -238,13 +250,31 @@ def _joined(table: KeyTable, facts: ForeignKey, lines: Sequence[ConvertedLine]) 
     order = {key: number for number, key in enumerate(table.entries)}
     # Defaults give way to keys of the file. Among these the table's order decides, where a choice such as a schedule
     # stands before its options, so that the order of the file changes nothing.
-    for line in sorted(lines, key=lambda converted: (converted.number > 0, order.get(converted.key, 0))):
+    decided = {line.key: line for line in lines}
+    for each in sorted(lines, key=lambda converted: (converted.number > 0, order.get(converted.key, 0))):
+        decided[each.key] = line = _compared(each, settings, origins)
         for key, value in line.settings.items():
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)
             settings[key] = value
     _share_columns(settings, origins)
-    return ConvertedConfig(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
+    return ConvertedConfig(table, facts.verb, facts.ranks, tuple(decided.values()), _fitted(settings), origins)
+
+
+def _compared(
+    line: ConvertedLine, settings: Mapping[str, Any], origins: Mapping[str, tuple[ConvertedLine, ...]]
+) -> ConvertedLine:
+    """Return a line that is a person's decision where another line of the file sets the same key to another value."""
+    if not line.number or line.key in _OVERRIDING:
+        return line
+    others = [
+        f"{other.key} sets {key} to {shortened(spelled(settings[key]), 40)}"
+        for key, value in line.settings.items()
+        if key in settings and settings[key] != value
+        for other in origins[key]
+        if other.number
+    ]
+    return replace(line, undecided=True, remark="; ".join(filter(None, (line.remark, *others)))) if others else line
 
 
 def _evaluates(keys: Iterable[str]) -> bool:

@@ -24,13 +24,24 @@ class ForeignKey:
     ranks: int
     """Ranks of the run; a factor of batches where a system counts rows of one device."""
     verb: str
+    is_default: bool = False
+    """Whether the value is that system's default, which the file does not write."""
 
     def get(self, *keys: str) -> Any:
         """Return the value of the first of these keys that has one."""
         return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
 
-Rule = Callable[[ForeignKey], dict[str, Any] | tuple[dict[str, Any], str]]
+@dataclass(frozen=True)
+class Provisional:
+    """Keys of Holdfast with values that are written, although a person has to decide."""
+
+    settings: dict[str, Any]
+    remark: str
+
+
+Converted = dict[str, Any] | tuple[dict[str, Any], str] | Provisional
+Rule = Callable[[ForeignKey], Converted]
 """A conversion to keys of Holdfast with their values, and to a remark, such as the arithmetic of a batch."""
 
 
@@ -73,6 +84,17 @@ def count(value: Any, default: int | None = None) -> int:
     if result < 1:
         raise NotConverted(f"{value} is below 1")
     return result
+
+
+def text(value: Any) -> str:
+    """Return a text that is not empty.
+
+    Raises:
+        NotConverted: It is none.
+    """
+    if not isinstance(value, str) or not value:
+        raise NotConverted(f"{value!r} is no text")
+    return value
 
 
 def names_of(value: Any) -> list[str]:

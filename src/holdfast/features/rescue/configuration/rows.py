@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.features.rescue.configuration.facts import ForeignKey, NotConverted, Rule, weights_of
+from holdfast.features.rescue.configuration.facts import (
+    Converted,
+    ForeignKey,
+    NotConverted,
+    Provisional,
+    Rule,
+    text,
+    weights_of,
+)
 
 _SOURCE_KEYS = {"path", "name", "split", "revision", "type", "field_messages"}
 _ROW_SHAPES = ("alpaca", "sharegpt")
+_SOURCE_TYPES = (None, "chat_template", *_ROW_SHAPES)
 _FILE_KEYS = (
     "reward_funcs",
     "worker.reward.reward_function",
@@ -19,7 +28,7 @@ _FILE_KEYS = (
 
 
 def _with_split(path: Any, split: Any) -> str:
-    return f"{path}@{split}" if split else str(path)
+    return text(path) if split is None else f"{text(path)}@{text(split)}"
 
 
 def hub_rows(foreign: ForeignKey) -> dict[str, Any]:
@@ -35,53 +44,62 @@ def hub_test_rows(foreign: ForeignKey) -> dict[str, Any]:
 
 
 def _sources(value: Any) -> tuple[list[dict[str, Any]], str]:
-    """Return a list of sources there as one of ours, and what else they say."""
+    """Return a list of sources there as one of ours, and what else decides there what a row is."""
     items = [
         {"path": item} if isinstance(item, str) else item for item in (value if isinstance(value, list) else [value])
     ]
     if not all(isinstance(item, Mapping) and "path" in item for item in items):
         raise NotConverted("a source without a path")
-    others = sorted({key for item in items for key in item} - _SOURCE_KEYS)
-    return [_source(item) for item in items], f"not converted: {', '.join(others)}" if others else ""
+    others = {str(key) for item in items for key in item if key not in _SOURCE_KEYS and item[key] is not None}
+    others |= {f"type {item['type']}" for item in items if item.get("type") not in _SOURCE_TYPES}
+    return [_source(item) for item in items], f"not converted: {', '.join(sorted(others))}" if others else ""
+
+
+def _unless(others: str, settings: dict[str, Any]) -> Converted:
+    """Return settings that are a person's decision where their sources say anything else."""
+    return Provisional(settings, others) if others else settings
 
 
 def _source(item: Mapping[str, Any]) -> dict[str, Any]:
     shape = str(item.get("type", "")).partition(".")[0].partition(":")[0]
-    messages = item.get("field_messages", "messages")
+    name, revision, messages = (
+        None if item.get(key) is None else text(item[key]) for key in ("name", "revision", "field_messages")
+    )
     source = {
         "path": _with_split(item["path"], item.get("split")),
-        "config_name": item.get("name"),
-        "revision": item.get("revision"),
+        "config_name": name,
+        "revision": revision,
         "rows": shape if shape in _ROW_SHAPES else None,
-        "columns": None if messages == "messages" else {"messages": messages},
+        "columns": {"messages": messages} if messages not in (None, "messages") else None,
     }
     return {key: value for key, value in source.items() if value}
 
 
-def rows_list(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
+def rows_list(foreign: ForeignKey) -> Converted:
     """Write one source into data, several into data.sources."""
     sources, others = _sources(foreign.value)
     if foreign.verb != "sft":
         sources = [{key: option for key, option in source.items() if key != "rows"} for source in sources]
     if len(sources) == 1:
-        return {f"data.{key}": option for key, option in sources[0].items()}, others
-    return {"data.sources": sources}, others
+        return _unless(others, {f"data.{key}": option for key, option in sources[0].items()})
+    return _unless(others, {"data.sources": sources})
 
 
-def test_rows_list(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
+def test_rows_list(foreign: ForeignKey) -> Converted:
     """Name evaluation sets test, test2 and so on."""
     sources, others = _sources(foreign.value)
-    return {foreign.target: {f"test{place if place > 1 else ''}": one for place, one in enumerate(sources, 1)}}, others
+    sets = {f"test{place if place > 1 else ''}": one for place, one in enumerate(sources, 1)}
+    return _unless(others, {foreign.target: sets})
 
 
 def rows_paths(foreign: ForeignKey) -> dict[str, Any]:
     """Write one file as a path, several as sources."""
     paths = foreign.value if isinstance(foreign.value, list) else [foreign.value]
     if len(paths) == 1:
-        return {foreign.target: str(paths[0])}
+        return {foreign.target: text(paths[0])}
     if foreign.target != "data.path":
-        return {"evaluation.sets": {f"val{place}": {"path": str(path)} for place, path in enumerate(paths, 1)}}
-    return {"data.sources": [{"path": str(path)} for path in paths]}
+        return {"evaluation.sets": {f"val{place}": {"path": text(path)} for place, path in enumerate(paths, 1)}}
+    return {"data.sources": [{"path": text(path)} for path in paths]}
 
 
 def text_column(foreign: ForeignKey) -> dict[str, Any]:

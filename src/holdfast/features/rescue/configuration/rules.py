@@ -14,8 +14,10 @@ from typing import Any
 
 from holdfast.config.sections.metrics import TrackerConfig
 from holdfast.features.rescue.configuration.facts import (
+    Converted,
     ForeignKey,
     NotConverted,
+    Provisional,
     Rule,
     count,
     integer,
@@ -24,7 +26,7 @@ from holdfast.features.rescue.configuration.facts import (
     weights_of,
 )
 from holdfast.features.rescue.configuration.rows import ROW_RULES
-from holdfast.features.rescue.configuration.sizes import SIZE_RULES
+from holdfast.features.rescue.configuration.sizes import SIZE_RULES, in_rollouts
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TRACKERS = typing.get_args(TrackerConfig.model_fields["kind"].annotation)
@@ -75,18 +77,26 @@ def epochs(foreign: ForeignKey) -> dict[str, Any] | tuple[dict[str, Any], str]:
     return {foreign.target: foreign.value}
 
 
-def warmup(foreign: ForeignKey) -> dict[str, Any]:
-    """Distinguish a share of all steps from a number of steps."""
+def warmup(foreign: ForeignKey) -> Converted:
+    """Distinguish a share of all steps from a number of steps, which counts updates there."""
     steps = number(foreign.value)
     schedule = foreign.target.rpartition(".")[0]
-    return {f"{schedule}.warmup_ratio": steps} if 0 < steps < 1 else {f"{schedule}.warmup_steps": integer(steps)}
+    if 0 < steps < 1:
+        return {f"{schedule}.warmup_ratio": steps}
+    rollouts, remark = in_rollouts(foreign) if integer(steps) > 0 else (integer(steps), "")
+    return {f"{schedule}.warmup_steps": rollouts}, remark
 
 
-def ratio_unless_steps(foreign: ForeignKey) -> dict[str, Any] | tuple[dict[str, Any], str]:
-    """Write the share of warm-up, unless a number of steps is given."""
-    if foreign.get("warmup_steps") is not None:
-        return {}, "not read there, since warmup_steps is set"
-    return {foreign.target: foreign.value}
+def share_of_warmup(foreign: ForeignKey) -> Converted:
+    """Write the share of warm-up; where it is Axolotl's own, at most 100 steps."""
+    if not foreign.is_default:
+        return {foreign.target: foreign.value}
+    steps = number(foreign.get("max_steps"), 0)
+    if steps < 1:
+        return Provisional({foreign.target: foreign.value}, "at most 100 steps there")
+    first = min(int(number(foreign.value) * steps), 100)
+    schedule = foreign.target.rpartition(".")[0]
+    return {f"{schedule}.warmup_steps": first}, f"{foreign.value} x {foreign.get('max_steps')}, at most 100"
 
 
 def betas(foreign: ForeignKey) -> dict[str, Any]:
@@ -168,6 +178,13 @@ def name_list(foreign: ForeignKey) -> dict[str, Any]:
     return {foreign.target: "all-linear" if names in (["all-linear"], ["all"]) else names}
 
 
+def peft_targets(foreign: ForeignKey) -> dict[str, Any]:
+    """Name the layers with adapters; where the file names none, peft's table of model types does."""
+    if foreign.value is None:
+        raise NotConverted("peft chooses by the type of the model, such as q_proj and v_proj; here all-linear")
+    return name_list(foreign)
+
+
 def lora_rank(foreign: ForeignKey) -> dict[str, Any]:
     """Write the rank of adapters; rank 0 means no adapters."""
     return {foreign.target: integer(foreign.value)} if number(foreign.value) > 0 else {}
@@ -206,6 +223,12 @@ def evaluation_sampling(foreign: ForeignKey) -> dict[str, Any]:
 def thinking(foreign: ForeignKey) -> dict[str, Any]:
     """Pass the variable for reasoning to the chat template."""
     return {foreign.target: {"enable_thinking": foreign.value}}
+
+
+def scorer_loss(foreign: ForeignKey) -> dict[str, Any]:
+    """Write the one loss of reward models, and the weight that keeps scores near 0."""
+    center = {} if foreign.value is None else {"preference.loss.center": number(foreign.value)}
+    return {foreign.target: "bradley_terry", **center}
 
 
 def pair_losses(foreign: ForeignKey) -> dict[str, Any]:
@@ -321,10 +344,10 @@ RULES: dict[str, Rule] = {
     **{
         rule.__name__: rule
         for rule in (
-            epochs, warmup, ratio_unless_steps, betas, clip_norm, scheduler_options, minutes, keep_last, per_epoch,
-            whole_steps, held_out, run_folder, run_name, trackers, name_list, lora_rank, rank_and_alpha, router,
-            config_fields, evaluation_sampling, thinking, pair_losses, policy_loss, clip_bounds, both_bounds,
-            policy_kl, verl_advantage, sampling_cut, sampler_correction, filtered_reward,
+            epochs, warmup, share_of_warmup, scorer_loss, betas, clip_norm, scheduler_options, minutes, keep_last,
+            per_epoch, whole_steps, held_out, run_folder, run_name, trackers, name_list, peft_targets, lora_rank,
+            rank_and_alpha, router, config_fields, evaluation_sampling, thinking, pair_losses, policy_loss,
+            clip_bounds, both_bounds, policy_kl, verl_advantage, sampling_cut, sampler_correction, filtered_reward,
         )
     },
     **SIZE_RULES,

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.features.rescue.configuration.facts import ForeignKey, NotConverted, Rule, count, integer, number
+from holdfast.features.rescue.configuration.facts import (
+    Converted,
+    ForeignKey,
+    NotConverted,
+    Provisional,
+    Rule,
+    count,
+    integer,
+    number,
+)
 from holdfast.features.rescue.systems.table import spelled
 
 PROMPT_ROOM = 1024
@@ -49,7 +58,14 @@ def _completions(foreign: ForeignKey) -> tuple[int, int]:
     return rows * passes, count(foreign.get("generation_batch_size"), generated)
 
 
-def batch(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
+def _packed(foreign: ForeignKey) -> bool:
+    """Return whether a row of a batch there is a pack of rows; a window of tokens is one here too."""
+    names = ("packing", "neat_packing", "sample_packing")
+    packed = any(spelled(foreign.get(key)) == "true" for key in names)
+    return packed and foreign.get("packing_strategy") != "wrapped"
+
+
+def batch(foreign: ForeignKey) -> Converted:
     """Multiply rows of one device by accumulation and ranks with own rows; of completions, divide by a prompt's."""
     rows = count(foreign.get("per_device_train_batch_size", "micro_batch_size"), 1)
     passes = count(foreign.get("gradient_accumulation_steps"), 1)
@@ -60,9 +76,10 @@ def batch(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
     of_ranks = f"{foreign.ranks} rank{'s' if foreign.ranks > 1 else ''}{f' / {sharing}' if sharing > 1 else ''}"
     product = f"{rows} x {passes} x {of_ranks} = {update}"
     if foreign.verb != "grpo":
-        packed = any(spelled(foreign.get(key)) == "true" for key in ("packing", "sample_packing"))
-        remark = f"{product}; a row is a full pack there, so multiply by the rows of a pack" if packed else product
-        return {"data.batch_size": update, **micro}, remark
+        settings = {"data.batch_size": update, **micro}
+        if _packed(foreign):
+            return Provisional(settings, f"{product}; a row is a full pack there, so multiply by the rows of a pack")
+        return settings, product
     group = count(foreign.get("num_generations"), 8)
     if generated % group or generated % update:
         raise NotConverted(
@@ -72,17 +89,22 @@ def batch(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
     return settings, f"{product} completions an update; {generated} a rollout / {group} of a prompt"
 
 
-def updates(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
-    """Turn a number of updates into one of rollouts, where a rollout is several updates."""
-    steps = number(foreign.value)
-    if steps < 1:
-        raise NotConverted(f"{foreign.value} is a share of all steps there; write the number of steps")
+def in_rollouts(foreign: ForeignKey) -> tuple[int, str]:
+    """Return a number of updates as one of rollouts, with the arithmetic where a rollout is several updates."""
     factor = 1
     if foreign.verb == "grpo":
         update, generated = _completions(foreign)
         factor = max(1, generated // update) * count(foreign.get("num_iterations"), 1)
     remark = f"{foreign.value} updates / {factor} a rollout" if factor > 1 else ""
-    return {foreign.target: max(1, round(steps / factor))}, remark
+    return max(1, round(number(foreign.value) / factor)), remark
+
+
+def updates(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
+    """Turn a number of updates into one of rollouts, where a rollout is several updates."""
+    if number(foreign.value) < 1:
+        raise NotConverted(f"{foreign.value} is a share of all steps there; write the number of steps")
+    rollouts, remark = in_rollouts(foreign)
+    return {foreign.target: rollouts}, remark
 
 
 def mini_batches(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
@@ -123,6 +145,11 @@ def row_length(foreign: ForeignKey) -> dict[str, Any]:
     if foreign.value is None:
         raise NotConverted("no limit there; write the longest sequence")
     return {foreign.target: count(foreign.value)}
+
+
+def longest_kept(foreign: ForeignKey) -> dict[str, Any]:
+    """Write the longest sequence, where longer ones are left out."""
+    return row_length(foreign) | {"data.overlong": "drop"}
 
 
 def completion_length(foreign: ForeignKey) -> tuple[dict[str, Any], str]:
@@ -196,7 +223,7 @@ def _servers(ranks: int, size: int, share: Any) -> tuple[dict[str, Any], str]:
 SIZE_RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
-        batch, updates, mini_batches, prompt_and_response, micro_batch_tokens, row_length, completion_length,
-        rounds_of_sampling, machine_ranks, shard_ranks, shared_servers, trl_servers,
+        batch, updates, mini_batches, prompt_and_response, micro_batch_tokens, row_length, longest_kept,
+        completion_length, rounds_of_sampling, machine_ranks, shard_ranks, shared_servers, trl_servers,
     )
 }  # fmt: skip
