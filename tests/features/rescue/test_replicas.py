@@ -107,13 +107,15 @@ def optimizer_of(kind: str, mesh: DeviceMesh, rank: int) -> tuple[list[Any], lis
     """Return the parameters and the states of a rank: runs, flat layers, or DTensors with numbers or names."""
     if kind == "flat":
         moments = [torch.cat([w.flatten() for key, w in WEIGHTS.items() if f".{n}." in key]) for n in range(3)]
-        moments = [torch.cat([moment, moment.new_zeros(len(moment) % 2)]).chunk(2)[rank % 2] for moment in moments]
+        moments = [
+            torch.cat([moment, moment.new_zeros(len(moment) % 2)]).chunk(2)[rank % 2].clone() for moment in moments
+        ]
     elif kind == "runs":
-        moments = [whole.flatten().chunk(2)[rank % 2] for whole in WEIGHTS.values()]
+        moments = [whole.flatten().chunk(2)[rank % 2].clone() for whole in WEIGHTS.values()]
     else:
         moments = [shard_of(whole, mesh, rank) for whole in WEIGHTS.values()]
     numbers = list(WEIGHTS) if kind == "names" else list(range(len(moments)))
-    return numbers, [{"exp_avg": moment.clone(), "step": torch.tensor(2.0)} for moment in moments]
+    return numbers, [{"exp_avg": moment, "step": torch.tensor(2.0)} for moment in moments]
 
 
 def checked_optimizer(tmp_path: Path, kind: str, change: Callable[[int, list[State]], object]) -> tuple[int, str, Path]:
