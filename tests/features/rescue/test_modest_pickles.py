@@ -151,6 +151,19 @@ def test_a_nested_key_is_damage_and_no_end_of_the_process(tmp_path: Path) -> Non
         read_dcp_metadata(data, "here")
 
 
+def test_objects_that_are_filled_after_they_became_parts_are_not_hashed() -> None:
+    """The hash of each asks for the hash of the next one twice."""
+    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    made = b"".join(index + b")\x81" + _put(number) + b"0" for number in range(21))
+    filled = b"".join(
+        b"h%c}(" % number + _text("fqn") + b"h%c" % (number + 1) + _text("offset") + b"h%c" % (number + 1) + b"ub0"
+        for number in range(20)
+    )
+
+    with pytest.raises(CheckpointCorrupt, match="part of another"):
+        read_dcp_metadata(b"\x80\x02" + made + filled + b"}h\x00Ns.", "here")
+
+
 def test_a_tensor_that_repeats_its_numbers_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "file.pt"
     torch.save({"small": torch.ones(1).expand(2**22), "large": torch.ones(1).expand(2**22 + 1)}, file)

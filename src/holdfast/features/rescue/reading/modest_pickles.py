@@ -35,7 +35,7 @@ class Immodest(Exception):  # noqa: N818 - an answer
 class _Value:
     """A value on the stack."""
 
-    __slots__ = ("constant", "depth", "elements", "size")
+    __slots__ = ("constant", "depth", "elements", "is_part", "size")
 
     def __init__(self, size: int = 1, constant: Any = None, elements: Sequence[_Value] = ()) -> None:
         self.size = size
@@ -46,6 +46,8 @@ class _Value:
         """The argument of the instruction that made it."""
         self.elements = elements
         """Those of a tuple."""
+        self.is_part = False
+        """Whether another value holds it."""
 
     def size_now(self) -> int:
         """Return the size after lists and dictionaries in a tuple grew."""
@@ -56,20 +58,26 @@ class _Class(_Value):
     """A value that a name stands for, which is its constant."""
 
 
-def names_in(data: bytes) -> frozenset[str]:
+def names_in(data: bytes, *, in_order: bool = False) -> frozenset[str]:
     """Return the names that a pickle asks for, with their modules.
+
+    Args:
+        data: The pickle.
+        in_order: Refuse to add to a value that is part of another, as of cycles. The hash of an object whose class has
+            one of its own takes as long as the object is large, and its size is known of what was there before it.
 
     Raises:
         Immodest: It asks for more than goes with its length.
         IndexError, KeyError, ValueError: It cannot be read.
     """
-    return PickleInstructions(data).names()
+    return PickleInstructions(data, in_order=in_order).names()
 
 
 class PickleInstructions:
     """The instructions of a pickle, followed on a stack of sizes."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, *, in_order: bool = False) -> None:
+        self._in_order = in_order
         self._data, self._most, self._keys = data, _LEAST + _PER_BYTE * len(data), 0
         self._passed = 0
         self._stack: list[_Value] = []
@@ -117,6 +125,10 @@ class PickleInstructions:
         taken = self._taken(name, instruction)
         if step := _HASHED.get(name):
             self._keys = self._bounded(self._keys + sum(value.size for value in taken[::step]))
+        if self._in_order and name in _GROWING and self._stack[-1].is_part:
+            raise Immodest("adds to a value that is part of another, which no file needs")
+        for value in taken:
+            value.is_part = value.is_part or bool(instruction.stack_after)
         if name in _CALLING:
             self._pass(name, taken)
         size = sum(value.size for value in taken)
