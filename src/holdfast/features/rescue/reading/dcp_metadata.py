@@ -85,7 +85,7 @@ def read_dcp_metadata(data: bytes, path: str) -> Metadata:
         CheckpointUnreadable: This machine is short of memory.
     """
     try:
-        names_in(data)
+        names_in(data, in_order=True)
         metadata = _Unpickler(io.BytesIO(data)).load()
         _check_form(metadata)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes

@@ -22,6 +22,7 @@ from holdfast.features.rescue.reading.record import (
     StoredTensor,
     TensorPiece,
     counted,
+    have_same_bytes,
     never_written,
 )
 from holdfast.files import read_json
@@ -120,7 +121,7 @@ def _read(checkpoint: ForeignCheckpoint, name: str, tensor: StoredTensor) -> Non
             checkpoint.add("damage", f"{name} holds {count:,} numbers that are NaN or infinite ({piece.file})")
         for copy in tensor.copies_of(piece):
             copied_values = _read_piece(checkpoint, name, copy)
-            if copied_values is not None and not torch.equal(values, copied_values):
+            if copied_values is not None and not have_same_bytes(values, copied_values):
                 _note_difference(checkpoint, name, (piece, copy), (values, copied_values))
 
 

@@ -52,6 +52,8 @@ def joined_tensor(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
     _refuse_unlike([shard for _, shard in ranks])
     if first.cut_dim is None:
         first_piece, *copy_pieces = (stored_piece(file, shard.local) for file, shard in ranks)
+        if any(copy.sizes != first_piece.sizes for copy in copy_pieces):
+            raise DamagedFile("has another shape on another rank")
         return StoredTensor(first.shape, first.dtype, (first_piece,), tuple(copy_pieces))
     if first.cut_axis is None:  # a ShardedTensor says where its parts begin
         pieces = [stored_piece(file, shard.local, shard.offsets) for file, shard in ranks if shard.local is not None]
@@ -88,11 +90,11 @@ def _along_axis(
         if sorted(pieces) != list(range(len(pieces))):
             raise DamagedFile(f"lacks a part: the files are those of ranks {sorted(pieces)} of the mesh")
     ordered = [[copies[place][index] for index in sorted(copies[place])] for place in sorted(copies)]
-    return _in_rows(ordered, dim)
+    return in_rows(ordered, dim)
 
 
-def _in_rows(
-    copies: Sequence[Sequence[TensorPiece]], dim: int
+def in_rows(
+    copies: Sequence[Sequence[TensorPiece]], dim: int = 0
 ) -> tuple[tuple[TensorPiece, ...], tuple[TensorPiece, ...]]:
     """Return the pieces of the first copy and those of the others, each copy's one behind another.
 

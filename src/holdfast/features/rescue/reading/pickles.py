@@ -8,6 +8,7 @@ are on the meta device and keep their names, so that a pickle takes no memory fo
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -185,16 +186,21 @@ def place_in_file(tensor: Tensor) -> tuple[str, int, torch.Size]:
     return storage_of(tensor), int(tensor.storage_offset()), tensor.shape
 
 
+_names_of_process = threading.Lock()
+"""Held while the names that torch's unpickler knows in the whole process are those of this file."""
+
+
 @contextmanager
 def _ours_alone() -> Iterator[None]:
     """Let the unpickler know the names of this file, and none that a library has added for the whole process."""
-    others = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        with torch.serialization.safe_globals([(kind, name) for name, kind in _OURS.items()]):
-            yield
-    finally:
-        torch.serialization.add_safe_globals(others)  # those that were there
+    with _names_of_process:
+        others = torch.serialization.get_safe_globals()
+        torch.serialization.clear_safe_globals()
+        try:
+            with torch.serialization.safe_globals([(kind, name) for name, kind in _OURS.items()]):
+                yield
+        finally:
+            torch.serialization.add_safe_globals(others)  # those that were there
 
 
 def _storage(saved: Any) -> torch.TypedStorage:

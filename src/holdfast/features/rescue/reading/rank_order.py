@@ -9,13 +9,14 @@ are follows from the shapes, so that swapped files can be told wherever two rank
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.features.rescue.reading.pickles import Sharded, is_plain
-from holdfast.features.rescue.reading.record import ForeignCheckpoint, StateKind, plain_settings
+from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StateKind, plain_settings
 from holdfast.features.rescue.reading.torch_file import TorchFile
 
 _ALIGNMENTS = (4, 8, 2, 1)
@@ -46,13 +47,58 @@ def note_untold_order(
 
 
 def note_copies(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile]) -> None:
-    """Note a rank's file that is another rank's, byte by byte."""
-    first: dict[Any, str] = {}
-    for file in files:
+    """Note a rank's file that is another rank's, byte by byte, unless both ranks hold the same share."""
+    first: dict[Any, int] = {}
+    shares = checkpoint.shares if len(checkpoint.shares) == len(files) else range(len(files))
+    for rank, file in enumerate(files):
         mark = file.fingerprint()
-        original = first.setdefault(mark, file.path.name) if mark is not None else file.path.name
-        if original != file.path.name:
-            checkpoint.add("damage", f"{file.path.name} is {original} once more: a rank's file lies over another's")
+        original = first.setdefault(mark, rank) if mark is not None else rank
+        if shares[original] != shares[rank]:
+            name = files[original].path.name
+            checkpoint.add("damage", f"{file.path.name} is {name} once more: a rank's file lies over another's")
+
+
+def note_shares(checkpoint: ForeignCheckpoint, names: Sequence[str], ranks: Sequence[Sequence[Any]]) -> None:
+    """Note which ranks hold copies of each other's shards, and which hold nothing of a weight.
+
+    Args:
+        checkpoint: Is added to.
+        names: Of the weights.
+        ranks: For each rank, its part of every weight.
+    """
+    places = []
+    for parts in ranks:
+        cut = [(part.cut_axis, part.coordinate) for part in parts if isinstance(part, Sharded)]
+        places.append({(axis, at[axis]) for axis, at in cut if axis is not None and axis < len(at)})
+    if all(len(place) == 1 for place in places):
+        found = [next(iter(place)) for place in places]
+        if len({axis for axis, _ in found}) == 1:
+            checkpoint.shares = tuple(share for _, share in found)
+    for name, *parts in zip(names, *ranks, strict=True):
+        checkpoint.empty_ranks[name] = frozenset(rank for rank, part in enumerate(parts) if _is_empty(part))
+
+
+def _is_empty(part: Any) -> bool:
+    return isinstance(part, Sharded) and (part.local is None or 0 in part.local.shape)
+
+
+def replicas_of(checkpoint: ForeignCheckpoint, world: int) -> list[list[int]]:
+    """Return the ranks that hold a whole together, in their order: one list for each copy of it.
+
+    Raises:
+        DamagedFile: Ranks are missing from a copy.
+    """
+    if len(checkpoint.shares) != world:
+        return [list(range(world))]
+    counts = Counter(checkpoint.shares)
+    if sorted(counts) != list(range(len(counts))) or len(set(counts.values())) > 1:
+        raise DamagedFile(f"lacks a part: the weights are those of ranks {sorted(checkpoint.shares)} of the mesh")
+    copies: list[list[int]] = [[] for _ in range(counts[0])]
+    earlier: Counter[int] = Counter()
+    for rank, share in enumerate(checkpoint.shares):
+        copies[earlier[share]].append(rank)
+        earlier[share] += 1
+    return copies
 
 
 def refuse_untold_order(checkpoint: ForeignCheckpoint, *contents: StateKind) -> None:

@@ -120,7 +120,7 @@ class StoredTensor:
             part = tensor[tuple(slice(start, start + size) for start, size in ranges)]
             piece.fill(part)
             for copy in self.copies_of(piece):
-                if not torch.equal(copy.read(), part):
+                if not have_same_bytes(copy.read(), part):
                     raise DamagedFile(f"{piece.file} has other numbers than {copy.file}: copies on two ranks diverged")
         return tensor.reshape(self.shape)
 
@@ -142,6 +142,11 @@ class StoredTensor:
         if _any_overlap(nonempty):
             return "some of it is there twice and some is not: its parts overlap"
         return None
+
+
+def have_same_bytes(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal bit by bit: 0.0 is not -0.0, and a NaN is itself."""
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 def _is_inside(piece: TensorPiece, space: tuple[int, ...]) -> bool:
@@ -251,6 +256,10 @@ class ForeignCheckpoint:
     """Files of numbers that were opened and have no checksums."""
     untold_order: set[StateKind] = field(default_factory=set)
     """Kinds of files that do not say which rank wrote them; they are joined in the order of their names."""
+    shares: tuple[int, ...] = ()
+    """Of each rank, which share of the weights it holds; ranks with one share hold copies. Empty if nothing says so."""
+    empty_ranks: dict[str, frozenset[int]] = field(default_factory=dict)
+    """Weight -> the ranks that hold no element of it."""
     has_two_models: bool = False
     """Whether a second weight of some name was refused."""
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from holdfast.features.rescue.reading.parts import joined_tensor
-from holdfast.features.rescue.reading.pickles import is_plain, place_in_file
-from holdfast.features.rescue.reading.rank_order import is_one_optimizer, note_copies, note_untold_order
+from holdfast.features.rescue.reading.pickles import Sharded, is_plain, place_in_file
+from holdfast.features.rescue.reading.rank_order import is_one_optimizer, note_copies, note_shares, note_untold_order
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredGroup, StoredTensor
 from holdfast.features.rescue.reading.torch_file import TorchFile
-from holdfast.features.rescue.reading.unnamed_states import NumberedStates, named_states
+from holdfast.features.rescue.reading.unnamed_states import NumberedStates, named_states, refuse_gaps
 from holdfast.models.names import canonical_name
 
 Rank = tuple[TorchFile, Any]
@@ -36,6 +36,8 @@ def add_weights(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
             raise DamagedFile(f"rank {rank} holds other weights than rank 0: {', '.join(odd[:3])}")
     files = [file for file, _ in ranks]
     note_untold_order(checkpoint, "weights", files, chain.from_iterable(state.values() for _, state in ranks))
+    parts = [[state[key] for key in names] for _, state in ranks]
+    note_shares(checkpoint, [canonical_name(str(key)) for key in names], parts)
     first_names: dict[Any, str] = {}
     for key in names:
         name, first_value = canonical_name(str(key)), ranks[0][1][key]
@@ -104,6 +106,9 @@ def _add_named(
             if not any(isinstance(value, Tensor) for _, value in shards):
                 continue  # a number that some optimizers keep, of which nothing here can go on
             with checkpoint.naming(f"{slot} of {key}"):
+                if not any(isinstance(value, Sharded) and value.offsets is not None for _, value in shards):
+                    held = {rank for rank, state in enumerate(states) if slot in state.get(key, {})}
+                    refuse_gaps(files, held | checkpoint.empty_ranks.get(canonical_name(key), frozenset()))
                 checkpoint.states.setdefault(canonical_name(key), {})[str(slot)] = _joined(shards)
 
 

@@ -25,6 +25,8 @@ _MOST_PICKLE = 2**30
 """No pickle of names and shapes is larger; a sparse file may claim any size."""
 _SCALAR = 16
 """A storage of so few bytes may be a step counter, which every rank has alike."""
+_MOST_REPEATED = 2**24
+"""Bytes of the largest tensor that may have more than its storage, as an expanded one does."""
 _LOCAL_HEADER = 30
 """Bytes of a member's header before its name, in the zip format."""
 
@@ -139,12 +141,14 @@ class TorchFile:
         """Compare the size of a storage with what its tensor needs; nothing is read.
 
         Raises:
-            DamagedFile: It is missing or has another size.
+            DamagedFile: It is missing or has another size, or the tensor has its numbers many times.
         """
         name = f"data/{storage_of(tensor)}"
         size, needed = self._entry(name).file_size, tensor.untyped_storage().nbytes()
         if size < needed:
             raise DamagedFile(f"holds {size} bytes in {self._prefix}{name}, where {needed} are meant")
+        if tensor.numel() * tensor.element_size() > max(needed, _MOST_REPEATED):
+            raise DamagedFile(f"repeats the numbers of {self._prefix}{name} in a tensor of {list(tensor.shape)}")
 
     def fill(self, tensor: Tensor, target: Tensor) -> None:
         """Read a tensor's numbers into memory that is there, and compare its storage with the archive's checksum.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -21,9 +21,9 @@ from typing import Any
 from torch import Tensor
 
 from holdfast.features.rescue.reading.parameter_names import decayed_parameters, ordered_parameters
-from holdfast.features.rescue.reading.parts import joined_tensor, stored_piece
+from holdfast.features.rescue.reading.parts import in_rows, joined_tensor
 from holdfast.features.rescue.reading.pickles import is_plain
-from holdfast.features.rescue.reading.rank_order import misplaced_files, note_untold_order
+from holdfast.features.rescue.reading.rank_order import misplaced_files, note_untold_order, replicas_of
 from holdfast.features.rescue.reading.record import (
     TRAINER,
     DamagedFile,
@@ -31,7 +31,6 @@ from holdfast.features.rescue.reading.record import (
     StoredGroup,
     StoredTensor,
     TensorPiece,
-    in_a_row,
 )
 from holdfast.features.rescue.reading.torch_file import TorchFile
 
@@ -61,6 +60,11 @@ class NumberedStates:
     def numbers(self) -> list[Any]:
         """The numbers of the parameters, group by group."""
         return [number for group in self.groups for number in group["params"]]
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """The ranks of each copy."""
+        return replicas_of(self.checkpoint, len(self.files))
 
 
 def named_states(numbered: NumberedStates) -> tuple[States, list[StoredGroup]] | None:
@@ -165,24 +169,25 @@ def _check_order(numbered: NumberedStates, names: Mapping[Any, str], units: Sequ
         DamagedFile: Files hold the runs of other ranks.
     """
     numbers = {name: number for number, name in names.items()}
-    weights = numbered.checkpoint.weights
+    weights, ranks = numbered.checkpoint.weights, numbered.replicas[0]  # the others have runs of the same lengths
     wrapped = [
-        [(math.prod(weights[name].shape), _run_lengths(numbered, numbers[name])) for name in unit] for unit in units
+        [(math.prod(weights[name].shape), _run_lengths(numbered, ranks, numbers[name])) for name in unit]
+        for unit in units
     ]
-    misplaced = misplaced_files(wrapped, len(numbered.files))
+    misplaced = misplaced_files(wrapped, len(ranks))
     if misplaced:
-        files = " and ".join(numbered.files[rank].path.name for rank in misplaced)
+        files = " and ".join(numbered.files[ranks[index]].path.name for index in misplaced)
         raise DamagedFile(f"is in the files of other ranks: {files} hold the runs that others of them have under FSDP1")
     if misplaced is None:
         note_untold_order(numbered.checkpoint, "optimizer", numbered.files, _values(numbered))
 
 
-def _run_lengths(numbered: NumberedStates, number: Any) -> list[int] | None:
-    """Return how many elements of a parameter every file holds; None where its state is no run, or none is there."""
+def _run_lengths(numbered: NumberedStates, ranks: Sequence[int], number: Any) -> list[int] | None:
+    """Return how many elements of a parameter the ranks hold; None where its state is no run, or none is there."""
     slot = next((slot for slot, value in _slot_values(numbered, number) if getattr(value, "shape", ())), None)
     if slot is None:
         return None
-    rank_values = [(state.get(number) or {}).get(slot) for state in numbered.states]
+    rank_values = [(numbered.states[rank].get(number) or {}).get(slot) for rank in ranks]
     return [math.prod(value.shape) if is_plain(value) else 0 for value in rank_values]
 
 
@@ -203,37 +208,69 @@ def _slots(states: Sequence[Mapping[Any, Any]], number: Any) -> list[str]:
     return list(dict.fromkeys(slot for state in states for slot in state.get(number) or {}))
 
 
-def _holders(numbered: NumberedStates, number: Any, slot: str) -> list[tuple[TorchFile, Any]]:
-    pairs = zip(numbered.files, numbered.states, strict=True)
-    return [(file, state[number][slot]) for file, state in pairs if slot in (state.get(number) or {})]
+def refuse_gaps(files: Sequence[TorchFile], held: Set[int]) -> None:
+    """Refuse a state that a rank lacks and others have.
+
+    Args:
+        files: The file of each rank.
+        held: The ranks that have it, or need none.
+
+    Raises:
+        DamagedFile: There are others.
+    """
+    if missing := sorted(set(range(len(files))) - held):
+        raise DamagedFile(f"is not in {files[missing[0]].path.name}, and in the files of other ranks it is")
+
+
+def _holders(numbered: NumberedStates, number: Any, slot: str) -> dict[int, tuple[TorchFile, Any]]:
+    """Return what each rank has of a slot; a rank without it is left out."""
+    pairs = enumerate(zip(numbered.files, numbered.states, strict=True))
+    return {rank: (file, state[number][slot]) for rank, (file, state) in pairs if slot in (state.get(number) or {})}
+
+
+def _is_run(value: Any) -> bool:
+    return is_plain(value) and len(value.shape) == 1
 
 
 def _of_parameters(numbered: NumberedStates, names: Mapping[Any, str]) -> States:
     states: States = {}
     for number, name in names.items():
+        in_runs = any(_is_run(value) for _, value in _slot_values(numbered, number))
+        stateless = frozenset(rank for rank, state in enumerate(numbered.states) if not state.get(number))
+        unneeded = stateless if in_runs else numbered.checkpoint.empty_ranks.get(name, frozenset())
         for slot in _slots(numbered.states, number):
             holders = _holders(numbered, number, slot)
-            first = holders[0][1]
-            if not any(isinstance(value, Tensor) for _, value in holders):
+            if not any(isinstance(value, Tensor) for _, value in holders.values()):
                 continue  # a number that some optimizers keep, of which nothing here can go on
-            if not is_plain(first) or len(first.shape) != 1:
-                tensor = joined_tensor(holders)
+            label, ranks = f"{slot} of {name}", list(holders.values())
+            try:
+                refuse_gaps(numbered.files, holders.keys() | unneeded)
+            except DamagedFile as error:
+                raise DamagedFile(f"lacks a part: {label} {error}") from None
+            if not _is_run(ranks[0][1]):
+                tensor = joined_tensor(ranks)
             else:
-                tensor = _of_runs(numbered.checkpoint.weights[name].shape, holders, f"{slot} of {name}")
+                tensor = _of_runs(numbered, numbered.checkpoint.weights[name].shape, holders, label)
             if tensor.shape and tensor.shape != numbered.checkpoint.weights[name].shape:
-                raise DamagedFile(f"is another model's: {slot} of {name} is {list(tensor.shape)}, the weight is "
+                raise DamagedFile(f"is another model's: {label} is {list(tensor.shape)}, the weight is "
                                   f"{list(numbered.checkpoint.weights[name].shape)}")  # fmt: skip
             states.setdefault(name, {})[str(slot)] = tensor
     return states
 
 
-def _of_runs(shape: tuple[int, ...], holders: Sequence[tuple[TorchFile, Any]], label: str) -> StoredTensor:
+def _of_runs(
+    numbered: NumberedStates, shape: tuple[int, ...], holders: Mapping[int, tuple[TorchFile, Any]], label: str
+) -> StoredTensor:
     """Return the tensor that ranks hold runs of, in the order of ranks."""
-    pieces = in_a_row([_run(file, view, 0, math.prod(view.shape)) for file, view in holders])
+    copies = []
+    for ranks in numbered.replicas:
+        pairs = [holders[rank] for rank in ranks if rank in holders]
+        copies.append([_run(file, view, 0, math.prod(view.shape)) for file, view in pairs])
+    pieces, other_pieces = in_rows(copies)
     count = sum(piece.sizes[0] for piece in pieces)
     if count != math.prod(shape):
         raise DamagedFile(f"has {count:,} numbers for {label}, which has {math.prod(shape):,}")
-    return StoredTensor(shape, holders[0][1].dtype, pieces, flat=True)
+    return StoredTensor(shape, next(iter(holders.values()))[1].dtype, pieces, other_pieces, flat=True)
 
 
 def _run(file: TorchFile, view: Tensor, start: int, count: int) -> TensorPiece:
@@ -250,7 +287,11 @@ def _of_units(numbered: NumberedStates, units: Mapping[Any, Sequence[str]]) -> S
     for number, unit in units.items():
         for slot in _slots(numbered.states, number):
             holders = _holders(numbered, number, slot)
-            for name, tensor in _cut(numbered, unit, holders, slot):
+            try:
+                refuse_gaps(numbered.files, holders.keys())
+            except DamagedFile as error:
+                raise DamagedFile(f"lacks a part: {slot} of a layer {error}") from None
+            for name, tensor in _cut(numbered, unit, list(holders.values()), slot):
                 states.setdefault(name, {})[str(slot)] = tensor
     return states
 
@@ -262,22 +303,28 @@ def _cut(
     first = holders[0][1]
     shapes = {name: numbered.checkpoint.weights[name].shape for name in unit}
     if not first.shape:
-        first_piece, *copies = (stored_piece(file, view) for file, view in holders)
-        for name in unit:
-            yield name, StoredTensor((), first.dtype, (first_piece,), tuple(copies))
+        tensor = joined_tensor(holders)
+        yield from ((name, tensor) for name in unit)
         return
+    replicas = [[holders[rank] for rank in ranks] for ranks in numbered.replicas]
     needed = sum(math.prod(shape) for shape in shapes.values())
-    sizes = [math.prod(view.shape) for _, view in holders]
-    if not 0 <= sum(sizes) - needed < max(2, len(holders)):
-        raise DamagedFile(f"has {sum(sizes):,} numbers for {slot} of a layer that has {needed:,}")
-    starts = [0, *accumulate(sizes)]
+    for copy in replicas:
+        count = sum(math.prod(view.shape) for _, view in copy)
+        if not 0 <= count - needed < max(2, len(copy)):
+            raise DamagedFile(f"has {count:,} numbers for {slot} of a layer that has {needed:,}")
     begin = 0
     for name, shape in shapes.items():
         end = begin + math.prod(shape)
-        pieces = [
-            _run(file, view, max(begin, start) - start, min(end, start + size) - max(begin, start))
-            for (file, view), start, size in zip(holders, starts, sizes, strict=False)
-            if max(begin, start) < min(end, start + size)
-        ]
-        yield name, StoredTensor(shape, first.dtype, in_a_row(pieces), flat=True)
+        pieces, copies = in_rows([_between(copy, begin, end) for copy in replicas])
+        yield name, StoredTensor(shape, first.dtype, pieces, copies, flat=True)
         begin = end
+
+
+def _between(holders: Sequence[tuple[TorchFile, Any]], begin: int, end: int) -> list[TensorPiece]:
+    """Return the runs from one to another element of the flat tensor that files hold parts of."""
+    sizes = [math.prod(view.shape) for _, view in holders]
+    return [
+        _run(file, view, max(begin, start) - start, min(end, start + size) - max(begin, start))
+        for (file, view), start, size in zip(holders, accumulate(sizes, initial=0), sizes, strict=False)
+        if max(begin, start) < min(end, start + size)
+    ]
