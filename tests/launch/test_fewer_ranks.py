@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.fewer import fewer_ranks
 from holdfast.launch.local import launch_local
+from holdfast.launch.verdict import Death, lost_ranks
+from holdfast.parallel.failure.reports import Failure
 from tests.cli.in_process import cli_in_process
 from tests.launch.conftest import Ground
 
@@ -33,11 +36,11 @@ if rank == 0:
         file.write(f"{ranks} {os.environ['CUDA_VISIBLE_DEVICES']}\\n")
     (launch / "step").write_text(str(10 * number))
     (here / f"ready-{number}").touch()
-if rank == 1 and ranks > LAST:
+if rank == VICTIM and (ranks > LAST or number <= LEAST):
     while not (here / f"ready-{number}").exists():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(0.1 if ranks <= LAST else 60)
+time.sleep(0.1 if ranks <= LAST and number > LEAST else 60)
 """
 
 
@@ -46,15 +49,25 @@ def config(fewest: int | None, **parallel: Any) -> SFTConfig:
     return from_mapping(tree | {"launch": {"min_ranks": fewest}, "parallel": parallel}, SFTConfig)
 
 
-def launch(ground: Ground, last: int, fewer: list[int], *, ranks: int = 3, max_restarts: int = 0, gpus: int = 0) -> int:
-    """Start ranks of which the second one kills itself as long as there are more than `last`."""
+def launch(  # noqa: PLR0913
+    ground: Ground,
+    last: int,
+    fewer: list[int],
+    *,
+    ranks: int = 3,
+    max_restarts: int = 0,
+    gpus: int = 0,
+    victim: str = "1",
+    least: int = 0,
+) -> int:
+    """Start ranks of which one kills itself as long as there are more than `last`, and in the first attempts."""
     visible = ",".join(str(4 + gpu) for gpu in range(gpus))
     environ = {**ground.environ, "CUDA_VISIBLE_DEVICES": visible, "PATH": f"{ground.path}:{os.environ['PATH']}"}
     program = ground.path / "nvidia-smi"
     program.write_text('#!/bin/sh\nfor gpu in 0 1 2 3 4 5 6 7; do echo "GPU $gpu: a stand-in"; done\n')
     program.chmod(0o755)
     section = LaunchConfig(max_restarts=max_restarts)
-    script = KILLED.replace("LAST", str(last))
+    script = KILLED.replace("LAST", str(last)).replace("LEAST", str(least)).replace("VICTIM", victim)
     return launch_local(ground.command(script), ranks, section, ground.run, environ, ground.patience, fewer)
 
 
@@ -92,6 +105,31 @@ def test_the_gpu_of_a_lost_rank_is_not_used_again(ground: Ground) -> None:
 
     assert ended == 0
     assert sizes(ground) == ["4 4,5,6,7", "3 4,6,7", "2 4,7"]
+
+
+def test_a_gpu_that_was_spare_takes_the_place_of_a_lost_one(ground: Ground) -> None:
+    ended = launch(ground, last=2, fewer=[2], ranks=4, gpus=4, victim="(1, 0)[number > 1]", least=2)
+
+    assert ended == 0
+    assert sizes(ground) == ["4 4,5,6,7", "2 4,6", "2 6,7"]
+
+
+def test_a_full_disk_costs_no_rank() -> None:
+    deaths = [
+        Death(
+            rank,
+            3,
+            rank,
+            "save",
+            Failure(rank, kind, "save", "OSError", "", 3, rank, of_disk=kind == "error"),
+            "",
+            False,
+        )
+        for rank, kind in enumerate(("error", "peer"))
+    ]
+
+    assert lost_ranks(deaths) == frozenset()
+    assert lost_ranks([replace(deaths[0], report=None, exit_code=-signal.SIGABRT), deaths[1]]) == {0}
 
 
 def test_the_numbers_of_ranks_are_those_that_can_share_the_model() -> None:

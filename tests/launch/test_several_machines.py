@@ -7,17 +7,21 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from signal import SIGABRT, SIGKILL
+from typing import Any
 
 import pytest
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
-from holdfast.features.cluster.ports import agreed_port
-from holdfast.features.cluster.ray import RayOptions, launch_ray
+from holdfast.features.cluster.ports import agreed_port, ports_to_ask
+from holdfast.features.cluster.ray import RayOptions, _Rank, launch_ray
 from holdfast.features.cluster.slurm import Job, JobStep, agent_options, batch_script, check_cluster, check_interfaces
 from holdfast.launch.first_rank import leave
+from holdfast.launch.verdict import lost_ranks
 from holdfast.parallel.failure.heartbeat import Sightings, silences
 from holdfast.parallel.rendezvous import store_of
 
@@ -106,6 +110,48 @@ def test_two_steps_that_ask_at_the_same_ports_meet_at_two_ports() -> None:
     assert all(port.isdecimal() for port in told)
 
 
+def ask_and_leave(name: str, task: int) -> None:
+    """Ask the first task of a step as another one does, and end before its answer."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for place in ports_to_ask(name):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", place), 1) as first:
+                first.sendall(f"{name} {task}\n".encode())
+                return
+    raise AssertionError("the first task listens nowhere")
+
+
+def test_a_task_that_has_not_heard_where_the_others_meet_is_told_again() -> None:
+    command = [sys.executable, "-c", ASK.format("'33.0.0'", 0).replace("3, 60", "2, 60")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        ask_and_leave("33.0.0", 1)
+
+        port = agreed_port("127.0.0.1", "33.0.0", 1, 2, seconds=20)
+
+        assert first.communicate(timeout=60)[0].strip() == str(port)
+
+
+def test_tasks_that_say_nothing_keep_no_other_one_from_being_told() -> None:
+    command = [sys.executable, "-c", ASK.format("'35.0.0'", 0).replace("3, 60", "2, 60")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        ask_and_leave("35.0.0", 1)  # it listens now
+        place = next(place for place in ports_to_ask("35.0.0") if listens(place))
+        silent = [socket.create_connection(("127.0.0.1", place), 1) for _ in range(4)]
+
+        port = agreed_port("127.0.0.1", "35.0.0", 1, 2, seconds=20)
+
+        assert first.communicate(timeout=60)[0].strip() == str(port)
+    for each in silent:
+        each.close()
+
+
+def listens(port: int) -> bool:
+    """Return whether somebody listens at a port of this machine."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
 def test_a_first_task_that_does_not_answer_is_told_with_what_to_set() -> None:
     with pytest.raises(ConfigError, match="MASTER_PORT"):
         agreed_port("127.0.0.1", "7.0.0", 1, 2, seconds=0.1)
@@ -135,6 +181,22 @@ def test_a_port_in_use_is_one_paragraph() -> None:
 def test_without_ray_a_run_on_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'holdfast\[ray\]'"):
         launch_ray(["sft"], RayOptions(2, 0, None), LaunchConfig())
+
+
+@pytest.mark.parametrize(
+    "rank_1",
+    [
+        {"code": -SIGKILL, "ended_at": 1.0},
+        {"code": -SIGABRT, "ended_at": 1.0},
+        {"gone": "The actor died.", "ended_at": 1.0},
+        {"code": -SIGKILL, "ended_at": 9.0, "ended_by_launcher": True, "hung": True},
+    ],
+)
+@pytest.mark.parametrize("rank_0", [{"code": 3}, {"code": -SIGKILL, "ended_by_launcher": True}])
+def test_in_ray_a_rank_is_lost_as_on_one_machine(rank_0: dict[str, Any], rank_1: dict[str, Any]) -> None:
+    ranks = [_Rank(0, None, "a", ended_at=5.0, **rank_0), _Rank(1, None, "b", **rank_1)]
+
+    assert lost_ranks([rank.death for rank in ranks]) == {1}
 
 
 def seen(sightings: Sightings, beats: dict[int, tuple[str, str]]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.metrics.sink import read_metrics
+from holdfast.parallel.mesh import World
 from tests.training.cases import run, tree
 
 WATCH = """
@@ -16,6 +18,29 @@ def stops_at_three(event):
 
 def fails_at_three(event):
     if event.step == 3:
+        raise ValueError("a bug")
+"""
+FILLS = """
+import resource
+import time
+from pathlib import Path
+
+class Mine:
+    def __init__(self, run):
+        self.folder = run.folder
+        (self.folder / "here").touch()
+
+    def write(self, step, metrics):
+        pass
+
+    def close(self, status):
+        (self.folder / "closed").write_text(status)
+
+def fills_at_three(event):
+    if event.step == 3:
+        while not Path("FOLDER/here").exists():
+            time.sleep(0.01)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         raise ValueError("a bug")
 """
 SETS = {"held": {"synthetic": {"task": "sort", "rows": 8, "seed": 9}}}
@@ -72,3 +97,24 @@ def test_events_of_steps_without_a_line_are_counted_in_the_next_line(pools: Any,
     assert len(some) < len(every_step)
     assert sum(line.get("data/filtered", 0) for line in some) == 40 - sum(line["data/rows"] for line in every_step)
     assert [line["data/rows"] for line in some if line["step"] % 3 == 0] == [4.0] * (len(every_step) // 3)
+
+
+def run_until_full(world: World, values: dict[str, Any], base: str) -> None:
+    """Run, and let this process write files again behind it."""
+    try:
+        run(world, values, base)
+    finally:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_a_disk_that_takes_no_line_of_the_last_step_keeps_no_tracker_from_its_end(pools: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "r" / "trackers" / "Mine"
+    (tmp_path / "full.py").write_text(FILLS.replace("FOLDER", str(folder)))
+    metrics = {"progress": "off", "log_every": 10, "sinks": ["full.py:Mine"]}
+    values = tree(str(tmp_path), metrics=metrics, observers=["full.py:fills_at_three"])
+
+    pools(1).outcomes(run_until_full, values, str(tmp_path), timeout_seconds=120)
+
+    assert read_metrics(tmp_path / "r" / "metrics.jsonl") == []
+    assert (folder / "closed").read_text() == "failed"

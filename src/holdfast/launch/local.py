@@ -13,7 +13,7 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import SIGUSR1
 
@@ -33,7 +33,7 @@ from holdfast.launch.verdict import (
     how_it_ended,
     judge,
     last_paragraph,
-    lost_another,
+    lost_ranks,
 )
 from holdfast.parallel.failure.reports import Failure
 from holdfast.patience import Patience
@@ -72,7 +72,8 @@ def launch_local(  # noqa: PLR0913, PLR0917 - what a launch is, and how it is te
     if threads is None and "OMP_NUM_THREADS" not in environ and not computes_on_cpu(launch, environ):
         threads = 1  # on GPUs nobody times them
     on_gpus = not computes_on_cpu(launch, environ)
-    start = _Start(command, ranks, on_gpus, threads, environ, patience or holdfast.patience.current)
+    limits = patience or holdfast.patience.current
+    start = _Start(command, ranks, on_gpus, threads, environ, limits, tuple(range(ranks)))
     with LaunchDirectory(run_directory) as directory:
         mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
         with Guard(mark, environ) as guard, StopSignals() as stops:
@@ -92,15 +93,19 @@ class _Start:
     threads: int | None
     environ: Mapping[str, str]
     patience: Patience
+    healthy: tuple[int, ...]
+    """GPUs of the machine's that no lost rank had; ranks take the first ones."""
+    shown: Mapping[str, str] = field(default_factory=dict)
+    """Variable that shows ranks these GPUs alone, once a rank was lost."""
 
     def without(self, lost: frozenset[int], fewer: Sequence[int]) -> _Start | None:
         """Return a start of fewer ranks, without the GPUs of the lost ones; None where too few are left."""
-        left = [rank for rank in range(self.ranks) if rank not in lost]
+        left = tuple(gpu for rank, gpu in enumerate(self.healthy) if rank not in lost)
         number = max((number for number in fewer if number <= len(left)), default=0)
-        if not number:
+        if not number or not lost:
             return None
-        shown = {"CUDA_VISIBLE_DEVICES": visible_names(left[:number], self.environ)} if self.on_gpus else {}
-        return replace(self, ranks=number, environ={**self.environ, **shown})
+        shown = {"CUDA_VISIBLE_DEVICES": visible_names(list(left[:number]), self.environ)} if self.on_gpus else {}
+        return replace(self, ranks=number, healthy=left, shown=shown)
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,9 @@ class _Attempt:
 
     def _started(self, rank: int, store: Path, relay: Relay) -> subprocess.Popen[bytes]:
         start, directory = self._start, self._directory
-        environ = rank_environment(start.environ, rank, start.ranks, store, start.threads, directory.path)
+        environ = rank_environment(
+            {**start.environ, **start.shown}, rank, start.ranks, store, start.threads, directory.path
+        )
         if rank == 0:
             environ |= relay.environ
         with directory.log(rank).open("ab") as log:
@@ -294,8 +301,7 @@ class _Attempt:
         path = self._directory.log(told.rank)
         relative = os.path.relpath(path)
         shown = os.fspath(path) if relative.startswith("..") else relative
-        lost = frozenset(death.rank for death in deaths if not lost_another(death))
-        return _Ending(verdict, describe_death(told, step, shown, told.rank == 0 and wrote), step, lost | {told.rank})
+        return _Ending(verdict, describe_death(told, step, shown, told.rank == 0 and wrote), step, lost_ranks(deaths))
 
     def _death(self, rank: _Rank, report: Failure | None) -> Death:
         with contextlib.suppress(subprocess.TimeoutExpired):  # inside a hung driver call it outlives SIGKILL

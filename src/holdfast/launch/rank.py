@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
     interrupts.end_at_once(3)  # the launcher has told of the request
 
-import errno
 import json
 import os
 import signal
@@ -29,13 +28,12 @@ from holdfast.interrupts import end_at_once, raise_after_imports
 from holdfast.launch.environment import has_launcher
 from holdfast.launch.first_rank import await_first_rank, leave
 from holdfast.launch.verdict import EXIT_WITHOUT_RESULT
+from holdfast.parallel.failure.reports import DISK_ERRORS
 
 if TYPE_CHECKING:
     from holdfast.parallel.mesh import World
     from holdfast.training.fit import Outcome
 
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
-"""Errors of a file system that is full, read-only or failing, for which no code of ours is to blame."""
 _UNSCORED = (
     "Not one completion of any evaluation set could be scored, so nothing was measured. The reason stands above; mend "
     "the reward, or the rows."
@@ -74,7 +72,7 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
             print(error, file=sys.stderr, flush=True)
         return leave(error.exit_code if isinstance(error, HoldfastError) else UserError.exit_code)
     except OSError as error:
-        if error.errno not in _DISK:
+        if error.errno not in DISK_ERRORS:
             raise
         # A launcher says it for the rank, from the report that it left.
         if not has_launcher():

@@ -129,6 +129,17 @@ def lost_another(death: Death) -> bool:
     )
 
 
+def lost_ranks(deaths: Sequence[Death]) -> frozenset[int]:
+    """Return the ranks that a run which died goes on without: they died for a cause of their own.
+
+    A disk that is full or broken is no fault of the rank that writes to it, and the next one would meet it too.
+    """
+    causes = {death.rank: death for death in deaths if not lost_another(death)} or {
+        (first := first_cause(deaths)).rank: first
+    }
+    return frozenset(rank for rank, death in causes.items() if death.report is None or not death.report.of_disk)
+
+
 def _tells_its_own(report: Failure) -> bool:
     return report.kind in ("error", "user") or report.type == HANG
 

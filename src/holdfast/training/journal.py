@@ -6,7 +6,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
@@ -127,13 +127,16 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Write the last step, close files and leave the screen as it is."""
-        self._write_last()
-        for lines in filter(None, (self._metrics, self._samples)):
-            lines.close()
-        if self._trackers is not None:
-            for text in self._trackers.close("finished" if kind is None else "failed"):
-                self.say(text)
-        self._screen.close()
+        with ExitStack() as leaving:  # each is closed whatever a full disk does to those before it
+            leaving.callback(self._screen.close)
+            leaving.push(lambda raised, *_: self._close_trackers("failed" if kind or raised else "finished"))
+            for lines in filter(None, (self._samples, self._metrics)):
+                leaving.callback(lines.close)
+            self._write_last()
+
+    def _close_trackers(self, status: str) -> None:
+        for text in self._trackers.close(status) if self._trackers is not None else ():
+            self.say(text)
 
     def started(self) -> None:
         """Note a start that has something to do: when, and on how many of which devices."""
@@ -208,10 +211,9 @@ class Journal:
         """Write the step that has no line yet, with what was counted since the line before."""
         if self._unwritten is None:
             return
-        step, line = self._unwritten
+        (step, line), self._unwritten = self._unwritten, None  # one that fails is not tried again
         self._write(step, {**line, **self._events})
         self._events.clear()
-        self._unwritten = None
 
     def _write(self, step: int, line: Mapping[str, float]) -> None:
         if self._metrics is not None:

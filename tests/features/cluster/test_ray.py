@@ -98,10 +98,10 @@ def raylets() -> Iterator[Raylets]:
         )
         members = [head]
         try:
-            _await(lambda: _nodes(port) == 1, 90)
+            _await(lambda: _nodes(port) == 1, 180)
             second = _start("--address", f"127.0.0.1:{port}")
             members.append(second)
-            _await(lambda: _nodes(port) == 2, 90)
+            _await(lambda: _nodes(port) == 2, 180)
             yield Raylets(f"127.0.0.1:{port}", head, second)
         finally:
             families = [each for member in members for each in _family(member)]
@@ -120,7 +120,12 @@ def _nodes(port: int) -> int:
         f"import ray; ray.init(address='127.0.0.1:{port}', logging_level='ERROR', log_to_driver=False);"
         "print(sum(node['Alive'] for node in ray.nodes()))"
     )
-    done = subprocess.run([PYTHON, "-c", code], env=ENVIRON, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        done = subprocess.run(
+            [PYTHON, "-c", code], env=ENVIRON, capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:  # Ray was not there when it asked
+        return 0
     return int(done.stdout.strip() or 0) if done.returncode == 0 else 0
 
 

@@ -81,13 +81,7 @@ class WrittenRun:
     def catch_up(self, label: str) -> None:
         """Send all by hand, as long as it takes: a run waits four seconds, which a busy machine may not meet."""
         command = [sys.executable, "-P", "-m", "holdfast.features.trackers.process", str(self.directory), label]
-        subprocess.run([*command, str(self.base)], check=True, timeout=120, env=self.environment(label))
-
-    def environment(self, label: str) -> dict[str, str]:
-        from holdfast.features.trackers.environment import tracker_environment
-
-        kind = next(each.kind for each in self.section.sinks if each.label == label)
-        return tracker_environment(kind, self.directory / "trackers" / label)
+        subprocess.run([*command, str(self.base)], check=True, timeout=120)
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
         assert self.trackers is not None

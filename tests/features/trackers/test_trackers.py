@@ -85,6 +85,33 @@ class Raises(Takes):
     def write(self, step, metrics):
         raise RuntimeError("the server https://me:planted-1@host.example said no to " + os.environ["MY_API_KEY"])
 
+class RaisesInItsThread(Takes):
+    def write(self, step, metrics):
+        import threading
+        error = RuntimeError("no to " + os.environ["MY_API_KEY"])
+        def fail():
+            raise error
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        sys.exit("said no to " + os.environ["MY_API_KEY"] + ", which is false")
+
+class LeavesAProcess(Takes):
+    def __init__(self, run):
+        import subprocess
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        (run.folder / "child").write_text(str(child.pid))
+        super().__init__(run)
+
+class TellsItsEnvironment(Takes):
+    def __init__(self, run):
+        (run.folder / "silent").write_text(os.environ.get("WANDB_SILENT", "no"))
+        super().__init__(run)
+
+class IsSlow(Takes):
+    def write(self, step, metrics):
+        time.sleep(0.1)
+
 class Dies(Takes):
     def write(self, step, metrics):
         if step > 2:
@@ -249,6 +276,7 @@ def test_silence_is_said_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     assert len(said) == 1
     assert "has been silent for" in said[0]
+    assert "without it" not in said[0]
     assert again == [[], [], []]
 
 
@@ -275,6 +303,7 @@ def test_a_tracker_far_behind_costs_no_step_and_little_memory(mine: Path, monkey
     ("name", "words", "lost"),
     [
         ("Raises", "RuntimeError: the server https://host.example said no to (MY_API_KEY)", 4),
+        ("RaisesInItsThread", "SystemExit: said no to (MY_API_KEY), which is false", 4),
         ("Dies", "ended with exit code 7", 2),
         ("Segfaults", "ended with signal 11", 4),
     ],
@@ -284,6 +313,7 @@ def test_a_tracker_that_fails_is_said_once_with_the_reason_and_its_rows_at_the_e
 ) -> None:
     monkeypatch.setattr(patience, "current", replace(patience.current, tracker_look_seconds=0.0))
     monkeypatch.setenv("MY_API_KEY", "planted-2")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     run = started(mine, name)
     for step in (1, 2, 3):
         run.step(step, loss=1.0)
@@ -323,6 +353,99 @@ time.sleep(1000)
     wait_for(lambda: not Path(f"/proc/{number}").exists())
     if name == "Takes":
         assert (mine / "r" / "trackers" / "Takes" / "closed").read_text() == "killed"
+
+
+def test_the_command_of_the_warning_has_the_environment_that_the_run_gave_the_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a folder of mine"
+    folder.mkdir()
+    (folder / "mine.py").write_text(MINE)
+    monkeypatch.setattr(patience, "current", replace(patience.current, tracker_close_seconds=0.1))
+    monkeypatch.delenv("WANDB_SILENT", raising=False)
+    run = started(folder, "TellsItsEnvironment")
+    (run.directory / "trackers" / "TellsItsEnvironment" / "silent").unlink()
+    for process in run.processes():
+        os.killpg(process.pid, signal.SIGKILL)
+    run.step(1, loss=1.0)
+    (said,) = run.end()
+    command = said.partition("To send all: ")[2]
+
+    subprocess.run(["bash", "-c", command], check=True, timeout=60, cwd=tmp_path)
+
+    assert (written(run, "closed"), written(run, "silent")) == ("finished", "true")
+
+
+def written(run: WrittenRun, name: str) -> str:
+    """Return what the run's tracker wrote into a file."""
+    return next((run.directory / "trackers").glob(f"*/{name}")).read_text()
+
+
+@pytest.mark.parametrize(("kind", "sets"), [("csv", {}), ("wandb", {"WANDB_MODE": "offline"})])
+def test_by_hand_a_library_sees_what_it_sees_in_a_run(kind: str, sets: dict[str, str], tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "r", [kind])
+    program = (
+        "import json, os, sys; from pathlib import Path; from holdfast.features.trackers.process import "
+        "_take_environment as take; take(Path(sys.argv[1]), sys.argv[2]); print(json.dumps(dict(os.environ)))"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    command = [sys.executable, "-c", program, str(run.directory), kind]
+
+    done = subprocess.run(command, env=environ | {"OPENAI_API_KEY": "x"}, capture_output=True, text=True, check=True)
+
+    seen = json.loads(done.stdout)
+    assert "OPENAI_API_KEY" not in seen
+    assert seen["DO_NOT_TRACK"] == "1"
+    assert {name: seen.get(name) for name in sets} == sets
+
+
+def test_by_hand_a_tracker_that_is_not_there_is_named(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "r", ["csv"])
+    command = [sys.executable, "-P", "-m", "holdfast.features.trackers.process", str(run.directory), "wandb"]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 1
+    assert "has no tracker wandb" in done.stderr
+
+
+def test_what_a_launcher_asks_to_end_records_what_it_was_sent(mine: Path) -> None:
+    run = started(mine, "IsSlow")
+    for step in range(1, 6):
+        run.step(step, loss=1.0)
+    (process,) = run.processes()
+    process.terminate()
+
+    said = run.end()
+
+    assert said == [] or "was ended" in said[0]  # on a slow machine
+    assert recorded_before_the_end(said) > 1
+
+
+def recorded_before_the_end(said: list[str]) -> int:
+    """Return how many of five rows were recorded."""
+    return 5 if not said else 5 - int(said[0].partition(" of 5 rows")[0].rpartition(" ")[2])
+
+
+def test_a_row_that_a_kill_has_torn_is_left_out(mine: Path) -> None:
+    run = WrittenRun(mine / "r", ["mine.py:Takes"])
+    command = [sys.executable, "-P", "-m", "holdfast.features.trackers.process", "--of-run"]
+    rows = b'{"step": 1, "metrics": {"loss": 1.0}}\n{"step": 2, "met'
+
+    done = subprocess.run(
+        [*command, str(run.directory), "Takes", str(mine)], input=rows, capture_output=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stdout, written(run, "closed")) == (0, b".!", "killed")
+
+
+def test_what_a_tracker_has_started_ends_with_it(mine: Path) -> None:
+    run = started(mine, "LeavesAProcess")
+    child = psutil.Process(int(written(run, "child")))
+
+    run.end()
+
+    wait_for(lambda: not child.is_running())
 
 
 def test_only_what_is_allowed_is_sent(mine: Path) -> None:

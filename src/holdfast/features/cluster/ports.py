@@ -8,20 +8,29 @@ from contextlib import closing, suppress
 
 from holdfast.errors import ConfigError
 
-_FIRST, _PLACES, _TRIED = 20_000, 10_000, 32
+_LOWEST_PORT, _PORTS, _PORTS_TRIED = 20_000, 10_000, 32
 """Ports at which the first task can be asked: from one that follows from the step on, the first that it gets."""
-_MEET_SECONDS = 120.0
+_WAIT_FOR_TASKS_SECONDS = 120.0
+"""For the tasks of a step to be told."""
 _ANSWER_SECONDS = 2.0
+"""For the first task to answer, who may have others to answer before."""
+_HEAR_SECONDS = 0.3
+"""For a task that has asked to say more; while it says nothing no other one is answered."""
 
 
 def free_port() -> int:
     """Return a port at which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+    with _bound() as probe:
         return int(probe.getsockname()[1])
 
 
-def agreed_port(host: str, name: str, task: int, tasks: int, seconds: float = _MEET_SECONDS) -> int:
+def _bound() -> socket.socket:
+    probe = socket.socket()
+    probe.bind(("", 0))
+    return probe
+
+
+def agreed_port(host: str, name: str, task: int, tasks: int, seconds: float = _WAIT_FOR_TASKS_SECONDS) -> int:
     """Return a free port of the first task's machine, the same in all tasks.
 
     Args:
@@ -34,23 +43,30 @@ def agreed_port(host: str, name: str, task: int, tasks: int, seconds: float = _M
     Raises:
         ConfigError: The first task does not answer.
     """
-    start = sum(name.encode()) * 7919 % _PLACES  # any spread will do: who answers is told apart by the name
-    places = [_FIRST + (start + number) % _PLACES for number in range(_TRIED)]
+    places = ports_to_ask(name)
     deadline = time.monotonic() + seconds
     return _tell(places, name, tasks, deadline) if task == 0 else _ask(host, places, f"{name} {task}\n", deadline)
 
 
+def ports_to_ask(name: str) -> list[int]:
+    """Return the ports at which the first task of a step can be asked, in the order in which it tries them."""
+    start = sum(name.encode()) * 7919 % _PORTS  # any spread will do: who answers is told apart by the name
+    return [_LOWEST_PORT + (start + number) % _PORTS for number in range(_PORTS_TRIED)]
+
+
 def _tell(places: list[int], name: str, tasks: int, deadline: float) -> int:
-    port, told = free_port(), set[str]()
-    with closing(_listening(places)) as server:
+    told = set[str]()
+    with closing(_listening(places)) as server, closing(_bound()) as probe:
+        port = int(probe.getsockname()[1])
         server.settimeout(0.5)
         while len(told) < tasks - 1 and time.monotonic() < deadline:
             with suppress(OSError), closing(server.accept()[0]) as asking:
-                asking.settimeout(_ANSWER_SECONDS)
+                asking.settimeout(_HEAR_SECONDS)
                 asked, _, task = asking.recv(256).decode(errors="replace").rstrip("\n").rpartition(" ")
                 if asked == name:
                     asking.sendall(f"{port}\n".encode())
-                    told.add(task)
+                    if asking.recv(1):  # the task has heard it
+                        told.add(task)
     return port
 
 
@@ -71,6 +87,7 @@ def _ask(host: str, places: list[int], question: str, deadline: float) -> int:
                 first.sendall(question.encode())
                 answer = first.recv(16).decode(errors="replace").strip()
                 if answer.isdecimal():
+                    first.sendall(b"\n")
                     return int(answer)
         time.sleep(0.2)
     raise ConfigError(

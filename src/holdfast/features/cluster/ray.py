@@ -7,6 +7,7 @@ with fewer ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -28,7 +29,8 @@ from holdfast.errors import ConfigError, HoldfastError, RunStopped, UserError, h
 from holdfast.features.cluster.ports import free_port
 from holdfast.launch.processes import Guard
 from holdfast.launch.terminal import StopSignals, tell
-from holdfast.launch.verdict import EXIT_WITHOUT_RESULT, IN_ORDER, how_it_ended
+from holdfast.launch.verdict import EXIT_WITHOUT_RESULT, IN_ORDER, Death, how_it_ended, lost_ranks
+from holdfast.parallel.failure.reports import HANG, Failure
 
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
@@ -39,6 +41,8 @@ _RAY_PLACE_SECONDS = 60.0
 """For Ray to find places for the ranks of a run."""
 _RAY_SETTLE_SECONDS = 20.0
 """For ranks to name one that Ray has lost, and to end, before they are killed."""
+_RAY_LAST_RANKS_SECONDS = 300.0
+"""For all ranks to end after one that ended in order; the first may still export."""
 
 
 class RankProcess:
@@ -121,13 +125,18 @@ class _Rank:
     gone: str = ""
     """The reason that Ray gives for the end of the rank's actor; empty while the actor lives."""
     pending: list[Any] = field(default_factory=list)
+    ended_at: float = math.inf
     ended_by_launcher: bool = False
+    hung: bool = False
+    """Whether the launcher ended it since it did not end after the others had, in order."""
 
     @property
-    def lost(self) -> bool:
-        """Whether the rank died for a cause of its own."""
-        in_order = {None, *IN_ORDER, UserError.exit_code, -signal.SIGABRT}  # NCCL aborts a rank that lost another
-        return bool(self.gone) or (self.code not in in_order and not self.ended_by_launcher)
+    def death(self) -> Death:
+        code = -SIGKILL if self.code is None else self.code
+        report = None
+        if self.hung:
+            report = Failure(self.number, "silent", "", HANG, "it did not end after the others", None, self.ended_at)
+        return Death(self.number, code, self.ended_at, "", report, "", self.ended_by_launcher and not self.gone)
 
     @property
     def ended(self) -> bool:
@@ -180,9 +189,10 @@ def _attempts(ray: Any, options: RayOptions, command: Sequence[str], launch: Lau
         _start(ray, ranks, command, launch)
         with StopSignals() as stops:
             _watch(ray, ranks, stops)
-        code, left = _code(ranks), sum(not rank.lost for rank in ranks)
+        code = _code(ranks)
         if code != RunStopped.exit_code or not _died(ranks):
             return code
+        left = len(ranks) - len(lost_ranks([rank.death for rank in ranks]))
         goes_on = left < number and not stops.any
         number = max((each for each in fewer if each <= left), default=0) if goes_on else 0
         if not number:
@@ -297,20 +307,22 @@ def _start(ray: Any, ranks: Sequence[_Rank], command: Sequence[str], launch: Lau
 
 def _watch(ray: Any, ranks: Sequence[_Rank], stops: StopSignals) -> None:
     """Print what the first rank prints until all ranks have ended, or one is gone and the others had their time."""
-    deadline: float | None = None
+    settled_by = ended_by = math.inf
     while not all(rank.ended for rank in ranks):
         for request, text in stops.to_pass_on():
             tell(text)
             _send(ranks, request)
-        if stops.now or (deadline is not None and time.monotonic() > deadline):
+        if stops.now or time.monotonic() > min(settled_by, ended_by):
             for rank in ranks:
-                rank.ended_by_launcher = rank.ended_by_launcher or not rank.ended
+                if not rank.ended and not rank.ended_by_launcher:
+                    rank.ended_by_launcher, rank.hung = True, not stops.now and settled_by == math.inf
             _send(ranks, SIGKILL)
         for rank in ranks:
             _look(ray, rank)
-        failed = any(rank.gone or rank.code not in {None, *IN_ORDER} for rank in ranks)
-        if failed and deadline is None:
-            deadline = time.monotonic() + _RAY_SETTLE_SECONDS
+        if _died(ranks):
+            settled_by = min(settled_by, time.monotonic() + _RAY_SETTLE_SECONDS)
+        if any(rank.ended for rank in ranks):
+            ended_by = min(ended_by, time.monotonic() + _RAY_LAST_RANKS_SECONDS)
 
 
 def _look(ray: Any, rank: _Rank) -> None:
@@ -325,8 +337,9 @@ def _look(ray: Any, rank: _Rank) -> None:
     rank.pending.clear()
     try:
         chunk, rank.code = ray.get(ready[0])
+        rank.ended_at = math.inf if rank.code is None else time.time()
     except ray.exceptions.RayError as error:
-        rank.gone = " ".join(str(error).split())
+        rank.gone, rank.ended_at = " ".join(str(error).split()), time.time()
         tell(f"Rank {rank.number} on {rank.host}: its actor is gone. Ray says: {rank.gone[:300]}")
         return
     rank.tail = (rank.tail + chunk)[-_TAIL:]
@@ -354,7 +367,9 @@ def _code(ranks: Sequence[_Rank]) -> int:
         return UserError.exit_code
     if _died(ranks):
         for rank in ranks:
-            if not (rank.gone or rank.ended_by_launcher or rank.code in {None, *IN_ORDER}):
+            if rank.hung:
+                tell(f"Rank {rank.number} on {rank.host} hung: it did not end after the others had ended.")
+            elif not (rank.gone or rank.ended_by_launcher or rank.code in {None, *IN_ORDER}):
                 _tell_death(rank)
         return RunStopped.exit_code
     if EXIT_WITHOUT_RESULT in codes:

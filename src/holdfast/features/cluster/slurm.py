@@ -184,9 +184,8 @@ class JobStep:
             f"launch.ranks={ranks // self.nodes} a node. Start {ranks} tasks, one a rank, or {self.nodes}, one a node."
         )
 
-    @property
-    def meeting(self) -> dict[str, str]:
-        """Where the tasks meet: what the environment names, else the step's first node and a free port of it.
+    def meet(self) -> dict[str, str]:
+        """Agree with the other tasks where they meet: as the environment says, else at a free port of the first node.
 
         Raises:
             ConfigError: The first node is unknown, or does not answer.
@@ -223,7 +222,7 @@ class JobStep:
             "WORLD_SIZE": str(self.tasks),
             "LOCAL_RANK": str(self.local_number),
             "LOCAL_WORLD_SIZE": str(self.tasks // self.nodes),
-            **self.meeting,
+            **self.meet(),
         }
 
 
@@ -265,7 +264,7 @@ def agent_options(step: JobStep, launch: LaunchConfig) -> list[str]:
     Raises:
         ConfigError: launch.min_ranks is more than there are.
     """
-    meeting, ranks = step.meeting, resolve_ranks(launch, step.environ)
+    meeting, ranks = step.meet(), resolve_ranks(launch, step.environ)
     options = ["--nproc-per-node", str(ranks), "--rdzv-id", step.job, "--no-python"]
     address, port = meeting["MASTER_ADDR"], meeting["MASTER_PORT"]
     if launch.min_ranks is None:

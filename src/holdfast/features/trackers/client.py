@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import threading
@@ -181,7 +182,8 @@ class _Tracker:
                 self._trouble = "" if self._is_silent else f"has been silent for {silent_seconds:.0f} s"
                 self._is_silent = True
         trouble, self._trouble = self._trouble, ""
-        return f"warning: tracker {self._label} {trouble}; the run goes on without it" if trouble else None
+        then = "the run goes on without it" if self._process is None else "its rows wait"
+        return f"warning: tracker {self._label} {trouble}; {then}" if trouble else None
 
     def _let_go(self, trouble: str) -> None:
         assert self._process is not None
@@ -211,7 +213,7 @@ class _Tracker:
         if not lost and not self._trouble:
             return None
         trouble = f"{self._trouble}; " if self._trouble else ""
-        again = " ".join(["python -m", _PROGRAM, *self._arguments])
+        again = shlex.join([*python_module(_PROGRAM), *self._arguments])
         return f"warning: tracker {self._label}: {trouble}{lost} of {self._rows} rows are lost. To send all: {again}"
 
     def _last_words(self) -> str:

@@ -44,7 +44,8 @@ _FIXED = {
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "1",
 }
-_CREDENTIAL = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
+_CREDENTIAL = re.compile(r"(?:^|_)(?:KEY|TOKEN)(?:_|\d|$)|APIKEY|SECRET|PASSW|CREDENTIAL")
+"""Names of variables; TOKENIZERS_PARALLELISM is none."""
 
 
 def tracker_environment(kind: str, folder: Path) -> dict[str, str]:
@@ -66,6 +67,13 @@ def tracker_environment(kind: str, folder: Path) -> dict[str, str]:
             values["HF_HUB_OFFLINE"] = "1"  # else it asks who the user is
             values.pop("HF_TOKEN", None)
     return values
+
+
+def become_tracker(kind: str, folder: Path) -> None:
+    """Give this process the environment of a tracker's process."""
+    values = tracker_environment(kind, folder)
+    os.environ.clear()
+    os.environ.update(values)
 
 
 def setting(name: str, default: str) -> str:

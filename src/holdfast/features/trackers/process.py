@@ -2,12 +2,14 @@
 
     python -m holdfast.features.trackers.process RUN_DIRECTORY LABEL [FOLDER_OF_THE_YAML]
 
-Started by hand it sends all of a run that ended. Started by a run (`--of-run`) it takes rows from its standard input,
-answers each on its standard output, and ends within seconds of the run whatever its library does.
+Started by hand it sends all of a run that ended, with the environment that the run gave it. Started by a run
+(`--of-run`) it takes rows from its standard input, answers each on its standard output, and ends within seconds of the
+run whatever its library does.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import os
@@ -28,7 +30,7 @@ from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.features.trackers.backends import KINDS
 from holdfast.features.trackers.content import Backend, TrackedRun, completions_of, describe, metrics_of
-from holdfast.features.trackers.environment import without_credentials
+from holdfast.features.trackers.environment import become_tracker, without_credentials
 from holdfast.files import load_module
 from holdfast.metrics.sink import METRICS, REWIND, SAMPLES, read_metrics
 
@@ -65,8 +67,7 @@ def record(
         rows: Those that the run sends; None sends all of the run's files.
         answer: Takes a dot for each row, and an exclamation mark for the end.
     """
-    values = todays_form(parse_file(directory / "config.resolved.yaml").values)
-    section = MetricsConfig.model_validate(values["metrics"])
+    section = _section_of(directory)
     if label not in [tracker.label for tracker in section.sinks]:
         raise ConfigError(f"{directory} has no tracker {label}. metrics.sinks of its configuration names them.")
     tracked: set[str] = set(section.track)
@@ -87,6 +88,11 @@ def record(
             answer(b".")
         backend.close(status)
         answer(b"!")
+
+
+def _section_of(directory: Path) -> MetricsConfig:
+    values = todays_form(parse_file(directory / "config.resolved.yaml").values)
+    return MetricsConfig.model_validate(values["metrics"])
 
 
 def _rows_of(directory: Path, tracked: set[str]) -> Iterator[Mapping[str, Any]]:
@@ -117,25 +123,53 @@ def _end_with_run(pipe: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _take_environment(directory: Path, label: str) -> None:
+    """Give this process the environment that a run gives its tracker, before a library reads it."""
+    for tracker in _section_of(directory).sinks:
+        if tracker.label == label:
+            become_tracker(tracker.kind, directory / "trackers" / label)
+
+
+def _end_children() -> None:
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+
+
+def _tell_of_thread(raised: threading.ExceptHookArgs) -> None:
+    if raised.exc_type is not SystemExit:
+        text = "".join(traceback.format_exception(raised.exc_type, raised.exc_value, raised.exc_traceback))
+        sys.stderr.write(without_credentials(text))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Record what a run sends, or all of one that ended."""
+    atexit.register(_end_children)  # the first one is called last: a library may still need its processes
+    threading.excepthook = _tell_of_thread
     of_run = arguments[0] == "--of-run"
     directory, label, *rest = arguments[1:] if of_run else arguments
+    place = Path(directory).absolute()
     rows, answers = None, -1
     if of_run:
         pipe, answers = os.dup(0), os.dup(1)  # which no process of the library inherits
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)  # what libraries print belongs in the log
         _end_with_run(pipe)
-        rows = map(json.loads, os.fdopen(pipe, "rb"))
+        # A launcher sends it to all processes of a run at once. A handler, unlike SIG_IGN, is not inherited.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        rows = (json.loads(line) for line in os.fdopen(pipe, "rb") if line.endswith(b"\n"))  # a kill tears the last
 
     def answer(byte: bytes) -> None:
         with suppress(OSError):  # there is no run, or it has died
             os.write(answers, byte)
 
     try:
-        record(Path(directory).absolute(), label, Path(rest[0] if rest else "."), rows, answer)
-    except Exception:  # noqa: BLE001  of a library or a user's class
+        if not of_run:
+            _take_environment(place, label)
+        record(place, label, Path(rest[0] if rest else "."), rows, answer)
+    except (Exception, SystemExit):  # noqa: BLE001  of a library or a user's class
         sys.stderr.write(without_credentials(traceback.format_exc()))
         return 1
     return 0

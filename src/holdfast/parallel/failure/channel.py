@@ -29,7 +29,7 @@ from holdfast import patience
 from holdfast.errors import RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.parallel.failure.classify import broken_by_peer, is_broken, timed_out
 from holdfast.parallel.failure.heartbeat import MISSED_BEATS, Heartbeat, Silence, SilenceWatch, silences
-from holdfast.parallel.failure.reports import HANG, LONGEST_MESSAGE, Failure, NoteBoard, Reports
+from holdfast.parallel.failure.reports import DISK_ERRORS, HANG, LONGEST_MESSAGE, Failure, NoteBoard, Reports
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
@@ -184,7 +184,8 @@ class FailureChannel:
     def _last_words(self, kind: Literal["user", "error", "peer"], error: BaseException) -> Failure:
         message = str(error).strip()[:LONGEST_MESSAGE] or "(no message)"
         origin = (self._step, time.time(), self._host)
-        return Failure(self._rank, kind, self._phase, type(error).__name__, message, *origin)
+        of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
+        return Failure(self._rank, kind, self._phase, type(error).__name__, message, *origin, of_disk)
 
     def own(self, error: BaseException) -> Failure:
         """Return an error of this rank with its rank, phase and machine."""

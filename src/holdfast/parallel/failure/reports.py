@@ -9,6 +9,7 @@ call that blocks on the store's main connection would block every thread that us
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -28,6 +29,8 @@ LOST = "Lost"
 """Type of a report about a machine that says nothing any more."""
 HANG = "Hang"
 """Type of a report about a rank that kept the others waiting."""
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+"""Errors of a file system that is full, read-only or failing, for which no code of ours is to blame."""
 _KEY = "holdfast/failure"
 _HEARD_KEY = "holdfast/failure/heard"
 _READ_AT_MOST = 1 << 16
@@ -50,6 +53,8 @@ class Failure:
     """Seconds since the epoch."""
     host: str = ""
     """Its machine; empty where all ranks share one."""
+    of_disk: bool = False
+    """Whether it is one of `DISK_ERRORS`, which would meet any rank in its place."""
 
     def sentence(self) -> str:
         """Return what a survivor tells its user."""
