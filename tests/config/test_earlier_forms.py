@@ -31,6 +31,10 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"parallel": {"recompute": {"kind": "every_k", "k": 3}}},
     ),
     (
+        {"rollout": {"engine": {"kind": "vllm", "url": ["http://127.0.0.1:9"], "transport": "files"}}},
+        {"rollout": {"engine": {"kind": "vllm", "url": ["http://127.0.0.1:9"]}}},
+    ),
+    (
         PPO | {"critic": {"optim": {"kind": "adamw", "lr": 0.1, "eps": 1e-8, "ema": None, "no_decay": NO_DECAY}}},
         PPO | {"critic": {"optim": {"kind": "adamw", "lr": 0.1}}},
     ),

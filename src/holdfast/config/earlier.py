@@ -22,6 +22,7 @@ def todays_form(values: Mapping[str, Any]) -> dict[str, Any]:
         _replace(tree, f"rewards.on_{event}", lambda section: section.get("value", section.get("kind")))
     _replace(tree, "parallel.recompute", lambda section: _without(section, {"use_reentrant": False}))
     _replace(tree, "rollout", lambda section: _without(section, {"replay_routing": False}))
+    _replace(tree, "rollout.engine", lambda section: _without(section, {"transport": "files"}))
     _replace(tree, "critic.optim", lambda section: _without(section, _CRITIC_DEFAULTS))
     return tree
 
