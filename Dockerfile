@@ -2,6 +2,7 @@
 #   docker build -t holdfast . && docker run --rm --shm-size 8g holdfast
 FROM python:3.11-slim-bookworm
 # On a GPU, Triton and torch's compiler call gcc and g++, and need Python's headers, which this image has.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ gcc git libc6-dev make procps && rm -rf /var/lib/apt/lists/*
 WORKDIR /holdfast
 # What is installed follows from these files alone, so that a change of code does not install anew.

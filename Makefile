@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs unit feature test test-slow test-versions test-browser test-slurm test-ray test-vllm test-verifiers test-kernels test-real test-all lint types benchmark-types size checks bench clean
+.PHONY: setup demo docs unit feature test test-slow test-versions test-browser test-slurm test-ray test-vllm test-verifiers test-kernels test-real test-all lint types benchmark-types size checks bench dist clean
 
 setup: $(VENV)/.installed
 
@@ -36,6 +36,7 @@ lint: setup
 	$(BIN)/python tools/size.py --limits
 	$(BIN)/python tools/reference.py --check
 	$(BIN)/python tools/links.py
+	$(BIN)/hadolint Dockerfile docker/*.Dockerfile
 
 types: setup
 	$(BIN)/mypy
@@ -138,6 +139,13 @@ bench: setup
 	missed=; for script in head sft_vs_trl grpo_vs_trl decode checkpoint episodes cpu; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
+
+# The package as a release uploads it, checked: dist/.
+dist: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache

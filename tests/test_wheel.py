@@ -37,6 +37,7 @@ JUNK = (
     "rows.jsonl",
     "real/.env.yaml~",
 )
+BUILDERS = ("hatchling", "hatch-fancy-pypi-readme")
 FURTHER = {"ppo_sort": ["critic.warmup_steps=0"]}
 """Keys without which three steps are refused."""
 
@@ -77,9 +78,9 @@ def checkout(folder: Path) -> Path:
 def install(place: Path) -> None:
     run(PYTHON, "-m", "venv", place / "venv", cwd=place)
     pip = [place / "venv/bin/python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run(*pip, "install", "hatchling", cwd=place)
+    run(*pip, "install", *BUILDERS, cwd=place)
     run(place / "venv/bin/python", "-m", "hatchling", "build", "-d", place / "dist", cwd=checkout(place / "checkout"))
-    run(*pip, "uninstall", "-y", "hatchling", cwd=place)
+    run(*pip, "uninstall", "-y", *BUILDERS, cwd=place)
     torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     run(*pip, "install", torch, cwd=place)
     (wheel,) = (place / "dist").glob("*.whl")
@@ -100,6 +101,18 @@ def test_the_archives_hold_the_examples_and_no_results(place: Path) -> None:
         members = archive.getnames()
     assert any(name.endswith("/benchmarks/README.md") for name in members)
     assert not any("/benchmarks/results/" in name for name in members)
+
+
+def test_the_page_of_the_package_index_has_whole_links_and_the_commands_of_pip(place: Path) -> None:
+    (wheel,) = (place / "dist").glob("*.whl")
+
+    page = zipfile.ZipFile(wheel).read("holdfast-0.1.0.dist-info/METADATA").decode().partition("\n\n")[2]
+
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) > 20
+    assert [link for link in links if not re.match(r"https://|#", link)] == []
+    assert "pip install holdfast" in page
+    assert "make demo" not in page
 
 
 def test_the_demo_ends_with_its_page(place: Path) -> None:

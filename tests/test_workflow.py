@@ -16,7 +16,7 @@ WORKFLOWS = ROOT / ".github" / "workflows"
 OWN = {"test-browser", "test-slurm", "test-ray", "test-vllm", "test-verifiers", "test-kernels", "test-real"}
 
 
-@pytest.mark.parametrize("name", ["test", "nightly"])
+@pytest.mark.parametrize("name", ["test", "nightly", "release", "site"])
 def test_a_workflow_is_what_its_schema_says(name: str) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
 
