@@ -4,10 +4,10 @@
     python tools/size.py --limits
 
 Printed are lines and code lines (without blanks, comments and docstrings) of `src`, its core, its features and the
-tests, configuration keys, lengths of functions, equal windows of eight lines, and the share of vague names
-(`names.txt`). `--runs` adds the files that an SFT step, a GRPO step, a save and a resume enter, and the statements of
-the core that one SFT and one GRPO run execute; it takes a minute. All of it is a trend; only a file above 400 lines or
-a function above 80 fails, which is all that `--limits` looks at.
+tests, configuration keys, lengths of functions, equal windows of eight lines, the share of vague names
+(`names.txt`), and the words and sentences of the documentation. `--runs` adds the files that an SFT step, a GRPO step,
+a save and a resume enter, and the statements of the core that one SFT and one GRPO run execute; it takes a minute. All
+of it is a trend; only a file above 400 lines or a function above 80 fails, which is all that `--limits` looks at.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ast
 import contextlib
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "holdfast"
+_FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\n(?=\s*[-*] |\s*\d+\. )")
 FILE_LINES, FUNCTION_LINES, WINDOW = 400, 80, 8
 FIRST_COMMIT = "db234e00"
 FIRST = {
@@ -41,6 +44,8 @@ FIRST = {
     "functions": "5776, 10.3 lines on average, 62 at most",
     "equal windows": "0",
     "vague names": "0.6 %",
+    "words of documentation": "58,391 on 39 pages",
+    "words a sentence": "19.0",
     "files of sft step": "26",
     "files of sft save": "31",
     "files of sft resume": "38",
@@ -276,6 +281,20 @@ def measured() -> Iterator[tuple[str, str, list[str]]]:
     )
 
 
+def documentation() -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the words of the pages that people write, and the length of their sentences, both without code."""
+    pages, lengths = Counter[str](), list[int]()
+    for path in sorted(ROOT.glob("docs/**/*.md")):
+        if path.parent.name != "reference":
+            text = _FENCED.sub("", path.read_text(encoding="utf-8"))
+            pages[str(path.relative_to(ROOT))] = len(text.split())
+            prose = "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "!")))
+            lengths += [words for sentence in _SENTENCE_END.split(prose) if (words := len(sentence.split())) > 2]
+    listed = [f"{words:6,} {page}" for page, words in pages.most_common()]
+    yield "words of documentation", f"{pages.total():,} on {len(pages)} pages", listed
+    yield "words a sentence", f"{sum(lengths) / len(lengths):.1f}", []
+
+
 def runs() -> Iterator[tuple[str, str, list[str]]]:
     """Yield what is seen when runs are traced.
 
@@ -308,7 +327,8 @@ def beyond_limits() -> list[str]:
 def main() -> int:
     """Print the table; return 1 where a limit is passed."""
     arguments = set(sys.argv[1:])
-    measures = () if "--limits" in arguments else [*measured(), *(runs() if "--runs" in arguments else ())]
+    further = runs() if "--runs" in arguments else ()
+    measures = () if "--limits" in arguments else [*measured(), *documentation(), *further]
     for name, value, places in measures:
         first = f"   ({FIRST[name]} at {FIRST_COMMIT})" if name in FIRST else ""
         print(f"{name}: {value}{first}")

@@ -13,6 +13,7 @@ import pytest
 from holdfast.config.load import load_config
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
+from holdfast.errors import ConfigError
 from tests.cli.warm import WarmPython
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,16 @@ RUNNABLE = re.compile(r"# runnable: (\w+\.py)\n")
 
 def blocks(page: Path, language: str) -> Iterator[str]:
     yield from (text for found, text in BLOCK.findall(page.read_text(encoding="utf-8")) if found == language)
+
+
+PAGE_BASE = {
+    "sft": ("epochs=1",),
+    "dpo": ("epochs=1",),
+    "reward": ("epochs=1",),
+    "grpo": ("steps=1", "reward=exact"),
+    "distill": ("epochs=1", "teacher.path=t"),
+}
+"""What each verb needs beside a part of a run, where the part does not say it."""
 
 
 RUNS = [
@@ -47,6 +58,37 @@ def test_a_whole_run_in_the_pages_loads(tmp_path: Path, text: str, name: str, ve
     path.write_text(text)
 
     assert load_config(path, [], ROOTS[verb]).config.run.name == name
+
+
+PARTS = [
+    pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, text in enumerate(blocks(page, "yaml"))
+    if not WHOLE_RUN.match(text)
+]
+
+
+@pytest.mark.parametrize("text", PARTS)
+def test_a_part_of_a_run_in_the_pages_loads_as_one_of_some_verb(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    refusals = dict[str, str]()
+
+    for verb, needed in PAGE_BASE.items():
+        keys = {"model.path=m", "data.path=d", "data.max_length=256", *needed}
+        own = [key for key in sorted(keys) if not re.search(rf"^{re.split('[.=]', key)[0]}:", text, re.MULTILINE)]
+        try:
+            load_config(path, own, ROOTS[verb])
+        except ConfigError as error:
+            refusals[verb] = str(error)
+
+    assert len(refusals) < len(PAGE_BASE), "\n\n".join(refusals.values())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_python_of_a_page_compiles(page: Path) -> None:
+    for text in blocks(page, "python"):
+        compile(text, str(page), "exec")
 
 
 def test_the_pages_show_whole_runs_and_scripts() -> None:
