@@ -217,6 +217,22 @@ def _as_switched(value: Any) -> Any:
     return ({} if value else None) if isinstance(value, bool) else value
 
 
+@dataclass(frozen=True)
+class TextOrSection:
+    """Lets a text stand for a section with this key alone, in the file and in the JSON schema."""
+
+    key: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def as_section(value: Any) -> Any:
+            return {self.key: value} if isinstance(value, str) else value
+
+        return core_schema.no_info_before_validator_function(as_section, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, *handler(schema)["anyOf"]]}
+
+
 class OneOrSeveral:
     """Lets one item stand for a list of one, in the file and in the JSON schema."""
 

@@ -186,7 +186,7 @@ def _set(values: dict[str, Any], keys: Sequence[str], value: Any, root: type[Bas
         path = (*path, _step(container, key))
         choice = section_at(root, path, values)[1]
         below = container.get(key) if isinstance(container, dict) else container[path[-1]]
-        below = {} if below is None else choice.long_form(below) if choice.is_union else below
+        below = {} if below is None else choice.spelt_out(below)
         if not isinstance(below, dict | list):
             raise ConfigError(
                 f"{dotted(path)} is the value {below!r}, not a section; name one of its own keys, or replace it whole"
@@ -225,8 +225,8 @@ def _merge(document: Document, later: Document, root: type[BaseModel]) -> None:
         for key, value in later_values.items():
             here = (*path, key)
             shape = section_at(root, here, document.values)[1]
-            before: Any = shape.long_form(values.get(key)) if shape.is_union else values.get(key)
-            after: Any = shape.long_form(value) if shape.is_union else value
+            before: Any = shape.spelt_out(values.get(key))
+            after: Any = shape.spelt_out(value)
             if _are_one_section(shape, before, after):
                 values[key] = before
                 mappings(before, after, here)

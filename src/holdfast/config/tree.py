@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from holdfast.config.base import PATH, ByKind, keys_of, kinds_of, section_of
+from holdfast.config.base import PATH, ByKind, TextOrSection, keys_of, kinds_of, section_of
 from holdfast.config.yaml12 import KeyPath
 
 
@@ -26,6 +26,8 @@ class KeyType:
     """Whether it holds a list of them; one section may then stand for a list of one, where the tree takes that."""
     default_kind: str | None = None
     """Of a tagged union: kind of a section that names none."""
+    text_key: str | None = None
+    """Of a section for which a text may stand: the key that the text is of."""
 
     @property
     def is_union(self) -> bool:
@@ -42,10 +44,16 @@ class KeyType:
         return KeyType(tuple(section for section in self.sections if kind in kinds_of(section)))
 
     def long_form(self, value: Any) -> Any:
-        """Return the section that a shorthand of a tagged union stands for; any other value as it is."""
+        """Return the section that a text stands for; any other value as it is."""
+        if isinstance(value, str) and self.text_key is not None:
+            return {self.text_key: value}
         if not isinstance(value, str) or self.default_kind is None:
             return value
         return section_of(value, takes_functions=any(PATH in kinds_of(section) for section in self.sections))
+
+    def spelt_out(self, value: Any) -> Any:
+        """Return the section that a text stands for, where the key holds one section; any other value as it is."""
+        return value if self.several else self.long_form(value)
 
     def chosen(self, value: Any) -> KeyType:
         """Return the member of a tagged union that a value of the file stands for."""
@@ -64,7 +72,8 @@ class KeyType:
         tag = next((item for item in marks_of(field) if isinstance(item, ByKind)), None)
         origin = typing.get_origin(field.annotation)
         sections = tuple(_sections_in(field.annotation))
-        return KeyType(sections, origin in {list, dict}, origin is list, None if tag is None else tag.default)
+        text = next((item.key for item in marks_of(field) if isinstance(item, TextOrSection)), None)
+        return KeyType(sections, origin in {list, dict}, origin is list, None if tag is None else tag.default, text)
 
     def alone(self, value: Any) -> KeyType:
         """Return what an item can hold, if one item stands for the list here; else itself."""

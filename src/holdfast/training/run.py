@@ -148,6 +148,8 @@ class TrainState:
     decoded together. Set when that engine first has weights; 0 before, and where another engine samples."""
     forms: dict[str, SavedCount] | None = None
     """Optional forms by name, 0 where the plain form is used; see parallel/forms.py. None in a new run."""
+    schedule_start: SavedCount = 0
+    """Steps of the schedule before this run's first, where it goes on with another's (`checkpoint.init_from`)."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
     companions: dict[str, TrainState] = field(default_factory=dict)

@@ -120,7 +120,10 @@ def train_step(
         source_names: Data sources whose losses are reported separately, if there are several.
         ends_step: False if more updates belong to this step; no checkpoint can be taken before the last of them.
     """
-    factor = learning_rate_factor(model.run.config.optim.schedule, model.state.step, model.total_steps)
+    start, total = model.state.schedule_start, model.total_steps
+    factor = learning_rate_factor(
+        model.run.config.optim.schedule, start + model.state.step, None if total is None else start + total
+    )
     factor *= model.rate_on_plateau
     group_rates = set_learning_rates(model.updater, factor)
     rates = {"learning_rate": model.run.config.optim.lr * factor}

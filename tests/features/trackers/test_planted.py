@@ -31,7 +31,7 @@ PUBLIC = """
     ParameterGroupConfig.match PlateauSchedule.metric UserOptimizerConfig.groups UserOptimizerConfig.no_decay
     UserOptimizerConfig.path
     BestConfig.metric MetricConfig.metric PatienceConfig.metric BetweenConfig.reward
-    CheckpointConfig.init_from CheckpointConfig.storage ResumeConfig.add ResumeConfig.cast ResumeConfig.drop
+    InitConfig.path CheckpointConfig.storage ResumeConfig.add ResumeConfig.cast ResumeConfig.drop
     ResumeConfig.freeze ResumeConfig.from ResumeConfig.unfreeze
     CodeConfig.column CodeConfig.name CountdownConfig.name CountdownConfig.numbers CountdownConfig.target
     EnvironmentRewardConfig.name ExactConfig.column ExactConfig.name FormatConfig.name FormatConfig.regex

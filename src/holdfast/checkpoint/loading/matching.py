@@ -162,24 +162,27 @@ _GONE = frozenset({"holdfast.optim.lowbit.AdamW4bit", "holdfast.optim.lowbit.Ada
 """Classes of optimizers that earlier versions had."""
 
 
+def optimizer_difference(optimizer: Optimizer, manifest: Manifest) -> str | None:
+    """Return how the optimizer of a checkpoint differs from this one; None if they are of one class."""
+    if manifest.optimizer is None:
+        return f"the checkpoint has no optimizer state (it holds {', '.join(manifest.contents)})"
+    kind = manifest.optimizer["kind"]
+    own = qualified_name(optimizer)
+    return None if kind == own else f"its optimizer is {kind}, this run's is {own}"
+
+
 def optimizer_misfit(optimizer: Optimizer, manifest: Manifest) -> str | None:
     """Return why no state of a checkpoint can be an optimizer's; None if some can."""
+    difference = optimizer_difference(optimizer, manifest)
+    if difference is None:
+        return None
     if manifest.optimizer is None:
-        return (
-            "the checkpoint has no optimizer state (it holds "
-            f"{', '.join(manifest.contents)}). To start a new run from its weights, set init_from instead of resuming"
-        )
-    kind = manifest.optimizer["kind"]
-    if kind != qualified_name(optimizer):
-        if kind in _GONE:
-            way = "This version has no such optimizer. Start a new run from these weights, with optim.kind: adamw_8bit,"
-        else:
-            way = "Put optim back, or start a new run from these weights with"
-        return (
-            f"its optimizer is {kind}, this run's is {qualified_name(optimizer)}. {way} another run.name and "
-            "checkpoint.init_from"
-        )
-    return None
+        return f"{difference}. To start a new run from its weights, set init_from instead of resuming"
+    if manifest.optimizer["kind"] in _GONE:
+        way = "This version has no such optimizer. Start a new run from these weights, with optim.kind: adamw_8bit,"
+    else:
+        way = "Put optim back, or start a new run from these weights with"
+    return f"{difference}. {way} another run.name and checkpoint.init_from"
 
 
 def match_optimizer(

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import AtLeastTwo, Count, Mistake, Pattern, Positive, PositiveInt, PublicStr, Section
+from holdfast.config.base import (
+    AtLeastTwo,
+    Count,
+    Mistake,
+    Pattern,
+    Positive,
+    PositiveInt,
+    PublicStr,
+    Section,
+    TextOrSection,
+)
 from holdfast.config.sections.measured import MetricConfig
 
 
@@ -63,6 +73,26 @@ class ResumeConfig(Section):
     another run's checkpoint, of which this run, under another `run.name`, is a branch."""
 
 
+class InitConfig(Section):
+    """The checkpoint that a new run starts from, and what of it comes along; `init_from: PATH` names its path alone."""
+
+    path: PublicStr
+    """A checkpoint of any run with a model of these shapes, at any number of ranks."""
+    take: Literal["weights", "weights+moments", "weights+moments+schedule"] = "weights"
+    """`weights+moments`: the optimizer goes on with its moments, and the schedule starts anew. With `+schedule` the
+    learning rate goes on too, as if the steps before belonged to this run. The data always starts at its first row."""
+
+    @property
+    def moments(self) -> bool:
+        """Whether the optimizer's moments come along."""
+        return self.take != "weights"
+
+    @property
+    def schedule(self) -> bool:
+        """Whether the learning rate goes on where the checkpoint left it."""
+        return self.take.endswith("+schedule")
+
+
 class CheckpointConfig(Section):
     """Checkpoints continue a run at any number of ranks; exports are directories that plain transformers loads."""
 
@@ -89,8 +119,8 @@ class CheckpointConfig(Section):
     """Where checkpoints are, such as s3://bucket/run; default: checkpoints in the run's directory."""
     keep: RetentionConfig = RetentionConfig()
     resume: ResumeConfig = ResumeConfig()
-    init_from: PublicStr | None = None
-    """A checkpoint whose weights the run starts from, at step 0 and with a new optimizer."""
+    init_from: Annotated[InitConfig | None, TextOrSection("path")] = None
+    """A checkpoint whose weights the run starts from, at step 0; null: the run starts from `model.path`."""
     rehearsal: bool = True
     """Save, verify and load a checkpoint before step 1. With `false` the first save is the first to find out what
     cannot be saved."""

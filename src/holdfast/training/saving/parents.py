@@ -84,7 +84,7 @@ def parent_of(training: Training) -> dict[str, Any] | None:
                 "adapters_export": _identity(adapter_path if adapter_path.is_dir() else None),
             }
     if checkpoint.init_from is not None:
-        parent["init_from"] = recordable(checkpoint.init_from)
+        parent["init_from"] = recordable(checkpoint.init_from.path)
     if isinstance(checkpoint.resume.start, str):
         parent["resume_from"] = recordable(checkpoint.resume.start)
     return parent or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
@@ -14,16 +14,16 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, Ch
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import set_random_state
-from holdfast.checkpoint.format.verification import verified_bytes
+from holdfast.checkpoint.format.verification import named_manifest, verified_bytes
 from holdfast.checkpoint.keep.choose import ResumeChoice, newest_verified
-from holdfast.checkpoint.loading.matching import Declared
+from holdfast.checkpoint.loading.matching import Declared, optimizer_difference
 from holdfast.checkpoint.loading.reader import LoadedState, load_state
 from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.base import SavedCount, leaves
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.public import WHOLE, public_configuration
-from holdfast.config.sections.checkpoint import CheckpointConfig
+from holdfast.config.sections.checkpoint import CheckpointConfig, InitConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.data.batches.passes import StreamState
 from holdfast.optim.state import hyperparameter_words
@@ -31,7 +31,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.text.shortening import shortened
 from holdfast.training.randomness import seed_rank
-from holdfast.training.run import Training, TrainState, say
+from holdfast.training.run import PLATEAU_FACTOR, Training, TrainState, say
 from holdfast.training.saving.differences import changed_fingerprints, has_default, is_gone
 from holdfast.training.saving.parents import recordable
 
@@ -164,8 +164,10 @@ def _hyperparameters(training: Training) -> str:
     )
 
 
-def start_from(training: Training, checkpoint: str, ranks: RankGroup) -> tuple[str, ...]:
-    """Take the weights of another run's checkpoint; everything else starts anew.
+def start_from(training: Training, source: InitConfig, ranks: RankGroup) -> tuple[str, ...]:
+    """Take the weights of another run's checkpoint, and the moments and the place in the schedule if asked to.
+
+    The place in the data is never taken.
 
     Returns:
         What later manifests say of it: the checkpoint, and what was declared.
@@ -173,20 +175,51 @@ def start_from(training: Training, checkpoint: str, ranks: RankGroup) -> tuple[s
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: Nothing was changed.
     """
-    path, _, name = checkpoint.rstrip("/").rpartition("/")
+    path, _, name = source.path.rstrip("/").rpartition("/")
+    storage = open_storage(path or ".")
+    manifest = named_manifest(storage, name, ranks)
+    if source.moments and (difference := optimizer_difference(training.model.updater, manifest)) is not None:
+        raise CheckpointMismatch(
+            f"{recordable(source.path)} has no moments for checkpoint.init_from.take={source.take}: {difference}. Set "
+            "take: weights, or optim as that run had it. Nothing was changed."
+        )
     loaded = load_state(
-        open_storage(path or "."),
+        storage,
         name,
         training.model.module,
-        None,
+        training.model.optimizer if source.moments else None,
         ranks,
         declared=_declared(training.run.config.checkpoint),
+        manifest=manifest,
+        check=(lambda shared, _: _check_schedule(shared, manifest.step)) if source.schedule else lambda *_: None,
     )
     if training.model.averages is not None:
         training.model.averages.begin(sharded_parameters(training.model.module))
-    source = recordable(checkpoint)
-    say(training, f"weights from {source} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
-    return (f"weights from {source} ({loaded.manifest.hash})", *loaded.deviations)
+    if source.schedule:
+        _take_schedule(training, loaded.shared["state"])
+    shown = recordable(source.path)
+    words = source.take.replace("+", ", ")
+    start = training.model.state.schedule_start
+    rate = f"the schedule goes on at its step {start}" if source.schedule else "the schedule starts anew"
+    say(
+        training,
+        f"{words} from {shown} (step {loaded.manifest.step}); a new run starts at step 0; {rate}",
+        *loaded.notes,
+    )
+    return (f"{words} from {shown} ({loaded.manifest.hash})", *loaded.deviations)
+
+
+def _check_schedule(shared: Mapping[str, Any], step: int) -> None:
+    """Raise ValueError unless trainer.json has the counters of that step."""
+    _check_step(_validated(_SAVED_COUNTERS, shared).state, step)
+
+
+def _take_schedule(training: Training, saved: Mapping[str, Any]) -> None:
+    """Let the learning rate go on: by the updates that were made, and by what plateaus took off it."""
+    state = training.model.state
+    state.schedule_start = saved["step"] + saved.get("schedule_start", 0)
+    if PLATEAU_FACTOR in saved.get("watched", {}):
+        state.watched[PLATEAU_FACTOR] = saved["watched"][PLATEAU_FACTOR]
 
 
 def _other_run(
@@ -327,7 +360,30 @@ class _SavedRunState:
     ahead: list[_SavedCompletion] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _SavedCounters:
+    state: TrainState
+
+
+_Saved = TypeVar("_Saved", _SavedRunState, _SavedCounters)
 _SAVED = TypeAdapter(_SavedRunState)
+_SAVED_COUNTERS = TypeAdapter(_SavedCounters)
+
+
+def _validated(adapter: TypeAdapter[_Saved], shared: Mapping[str, Any]) -> _Saved:
+    """Return the content of trainer.json, or raise ValueError with its first fault and the place of it."""
+    try:
+        return adapter.validate_python(shared)
+    except ValidationError as error:
+        first = error.errors()[0]
+        location = ".".join(map(str, first["loc"]))
+        problem = "missing" if first["type"] == "missing" else f"{shortened(repr(first['input']), 43)}: {first['msg']}"
+        raise ValueError(f"{location} is {problem}") from error
+
+
+def _check_step(state: TrainState, step: int) -> None:
+    if state.step != step:
+        raise ValueError(f"state.step is {state.step}, and the checkpoint is of step {step}")
 
 
 def check_saved_state(training: Training, shared: Mapping[str, Any], step: int) -> None:
@@ -341,15 +397,8 @@ def check_saved_state(training: Training, shared: Mapping[str, Any], step: int) 
     Raises:
         ValueError: The first thing that is wrong, by its place in the file.
     """
-    try:
-        saved = _SAVED.validate_python(shared)
-    except ValidationError as error:
-        first = error.errors()[0]
-        location = ".".join(map(str, first["loc"]))
-        problem = "missing" if first["type"] == "missing" else f"{shortened(repr(first['input']), 43)}: {first['msg']}"
-        raise ValueError(f"{location} is {problem}") from error
-    if saved.state.step != step:
-        raise ValueError(f"state.step is {saved.state.step}, and the checkpoint is of step {step}")
+    saved = _validated(_SAVED, shared)
+    _check_step(saved.state, step)
     needed = max((index for index, size in enumerate(training.stream.state()["sizes"]) if size is None), default=-1)
     if len(saved.stream.sizes) <= needed:
         raise ValueError(f"stream.sizes has {len(saved.stream.sizes)} entries, for {needed + 1} sources or more")

@@ -211,7 +211,8 @@ def _candidates(run: ConfiguredRun) -> Iterator[tuple[Storage, str]]:
         saved = patiently(str(storage.root), lambda: steps(storage))
         first = [saved[start]] if isinstance(start, int) and start in saved else []
         yield from ((storage, name) for name in dict.fromkeys((*first, *reversed(saved.values()))))
-    others = [section.init_from] if run.config.dry_run else [start, section.init_from]
+    init = None if section.init_from is None else section.init_from.path
+    others = [init] if run.config.dry_run else [start, init]
     for path in others if not saved else ():
         if isinstance(path, str):
             with suppress(CheckpointCorrupt, NoCheckpoint):
