@@ -90,11 +90,11 @@ def _keys(page: str) -> Iterator[str]:
 
 
 def _metrics(page: str) -> Iterator[str]:
-    """Yield the names in the tables of metrics; `<set>` and `<group>` are one placeholder."""
+    """Yield the names in the tables of metrics; `<set>`, `<group>` and `SET` are one placeholder."""
     for title, body in _TITLE.findall(page):
         if title == "Metrics":
             for cell, _ in _ROW.findall(body):
-                yield from (re.sub("<[^>]*>", "*", name) for name in _WORD.findall(cell))
+                yield from (re.sub("<[^>]*>|[A-Z]{2,}", "*", name) for name in _WORD.findall(cell))
 
 
 def vanished(root: Path, tag: str) -> list[tuple[str, str]]:
