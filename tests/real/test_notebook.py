@@ -22,7 +22,7 @@ def test_the_notebook_trains_by_answers_and_then_by_rewards(room: Path) -> None:
     out = run_cells("smollm2.ipynb", room)
 
     losses, rewards = curve(out, "SFT: loss by step"), curve(out, "GRPO: mean reward by step")
-    assert len(losses) == 6
+    assert len(losses) == 8
     assert losses[-1] < losses[0] / 2
     assert len(rewards) == 10
     assert all(0 <= reward <= 1 for reward in rewards)
