@@ -1,6 +1,6 @@
 """Reads the tables of other systems' keys: each key's counterpart here, or one word for what it concerns.
 
-`docs/other_systems.md` says how a table is written. A key that stands in no table is left to a person.
+`docs/developers/import_tables.md` says how a table is written. A key that stands in no table is left to a person.
 """
 
 from __future__ import annotations
