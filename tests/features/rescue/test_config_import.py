@@ -139,10 +139,12 @@ def test_control_characters_of_the_file_reach_neither_screen_nor_output(holdfast
 
 
 def test_the_page_shows_what_the_command_prints(holdfast: Command, tmp_path: Path) -> None:
-    theirs, ours = (block.split("```")[0] for block in PAGE.read_text().split("```yaml\n")[1:3])
+    command = "config import sft.yaml --from trl --ranks 8"
+    shown = PAGE.read_text().partition("$ cat sft.yaml\n")[2].partition("```")[0]
+    theirs, ours = shown.split(f"$ holdfast {command}\n")
     (tmp_path / "sft.yaml").write_text(theirs)
 
-    done = holdfast("config", "import", "sft.yaml", "--from", "trl", "--ranks", "8")
+    done = holdfast(*command.split())
 
     assert done.out == ours
 
