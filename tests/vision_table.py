@@ -15,7 +15,6 @@ from transformers import AutoConfig
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
-from holdfast.data.tokens.processor import attends_both_ways
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.files.processors import whole_processor
 from holdfast.models.files.vision import image_side, load_image_processor
@@ -24,10 +23,7 @@ from tests.vision_derived import KINDS, derived_directory, derived_side, parts_o
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- models that see: written by tests/vision_table.py -->\n", "<!-- end of models that see -->\n"
-HEAD = (
-    "| `model_type` | processor | in plain text | inputs of the model | token types | features of an image |\n"
-    "|---|---|---|---|---|---|\n"
-)
+HEAD = "| an image in the model's text | `model_type` |\n|---|---|\n"
 REFUSED = "\nThese train on text, and rows with images are refused with the reason:\n\n"
 HEAD_OF_REFUSED = "| `model_type` | reason |\n|---|---|\n"
 NEEDS_TORCHVISION = ("cohere2_vision", "kimi_k25", "llama4")
@@ -47,25 +43,11 @@ def processor_of(kind: str, place: Path) -> tuple[Any, Any, ImageSide]:
     return whole_processor(image_processor, tokenizer, config, {}), tokenizer, side
 
 
-def row_of(kind: str, place: Path) -> str:
-    """Return the line of a family that sees."""
-    processor, _, side = processor_of(kind, place)
-    config = AutoConfig.from_pretrained(place) if kind in KINDS else AutoConfig.for_model(**config_values(kind))
-    family = side.family
-    written = repr(family.placeholder)[1:-1].replace("|", "\\|")
-    joined = [f"`{name}`{' (filled up)' if name in family.ragged else ''}" for name in family.inputs]
-    types = "none" if family.token_types is None else f"`{family.token_types}`"
-    counted = "by the grid of each, and by the check" if family.counts_by_grid else "by the check before step 1"
-    packed = "; wants `packing: none`" if attends_both_ways(config) else ""
-    cells = (
-        f"`{kind}`",
-        type(processor).__name__,
-        f"`{written}`",
-        ", ".join(joined),
-        types,
-        counted + packed,
-    )
-    return f"| {' | '.join(cells)} |\n"
+def placeholder_of(kind: str, place: Path) -> str:
+    """Return what stands for an image in the text of a family, as a cell of the table."""
+    _, _, side = processor_of(kind, place)
+    written = repr(side.family.placeholder)[1:-1].replace("|", "\\|")
+    return f"`{written}`"
 
 
 def refused_rows() -> dict[str, str]:
@@ -89,7 +71,10 @@ def refused_rows() -> dict[str, str]:
 
 def tables(place: Path) -> str:
     """Return both tables; `place` holds a directory for each derived family."""
-    rows = "".join(row_of(kind, place / kind) for kind in (*PROCESSORS, *KINDS))
+    kinds: dict[str, list[str]] = {}
+    for kind in (*PROCESSORS, *KINDS):
+        kinds.setdefault(placeholder_of(kind, place / kind), []).append(f"`{kind}`")
+    rows = "".join(f"| {written} | {', '.join(named)} |\n" for written, named in kinds.items())
     refused = "".join(f"| `{kind}` | {reason} |\n" for kind, reason in refused_rows().items())
     return HEAD + rows + REFUSED + HEAD_OF_REFUSED + refused
 

@@ -22,6 +22,8 @@ INLINE_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'(][^)]*)?\s*\)")
 DEFINITION = re.compile(r"^\s{0,3}\[[^\]]+\]:\s*<?(\S+?)>?\s*$")
 HEADING = re.compile(r"^ {0,3}#{1,6}\s+(.*?)\s*#*\s*$")
 NAMED = re.compile(r"<a\s+(?:id|name)=[\"']([^\"']+)[\"']")
+OBJECT = re.compile(r"^::: (\S+)$")
+"""A public name, to which mkdocstrings gives its own name as anchor."""
 ELSEWHERE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)", flags=re.IGNORECASE)
 
 
@@ -57,6 +59,7 @@ def anchors(path: Path) -> frozenset[str]:
     seen: Counter[str] = Counter()
     for _, line in prose(path.read_text(encoding="utf-8")):
         found.update(NAMED.findall(line))
+        found.update(OBJECT.findall(line))
         if heading := HEADING.match(line):
             name = slug(heading[1])
             found.add(f"{name}-{seen[name]}" if seen[name] else name)

@@ -16,7 +16,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(((?:\.\./)+)([^)#]*)(#[^)]*)?\)")
 """A link that leaves its folder: the folders that it goes up, the path from there, and an anchor."""
-COPIED = re.compile(r"(examples|benchmarks)/.*\.\w+")
+COPIED = re.compile(r"(examples|benchmarks)/.*\.(?!md$)\w+")
 
 
 def leaving(page: File, markdown: str) -> Iterator[tuple[re.Match[str], str]]:

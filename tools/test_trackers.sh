@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests of each tracker with its library, one environment per extra, and a table of which versions were tested.
 #
-# Some of these libraries want other versions than we test with (docs/trackers.md has the table), so each gets an
+# Some of these libraries want other versions than we test with (docs/looking.md has the table), so each gets an
 # environment of its own: the library and what it depends on, before the packages of .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -46,20 +46,22 @@ def sft(
     objective: Objective | None = None,
     observers: Observers = (),
 ) -> Outcome:
-    """Fine-tune a model on completions in this process; under torchrun, as one of its ranks.
+    """Fine-tune a model on completions.
+
+    The run takes place in this process; under torchrun, this process is one of its ranks.
 
     Args:
-        config: The configuration: a built `SFTConfig`, nested mappings, or the path of a YAML file. Paths in mappings
-            are looked up from the current directory, those of a YAML file also beside it.
+        config: The configuration: a built `SFTConfig`, nested mappings, or the path of a YAML file. Paths in
+            mappings are looked up from the current directory, those of a YAML file also beside it.
         rows: Training rows, instead of those that `data` names: a list of dictionaries, a `datasets.Dataset`, or an
-            iterable that can be walked again. Default: None, the rows of `data`.
+            iterable that can be walked again.
         model: A transformers model, instead of `model.path`. Its weights are copied; the object does not change. It
-            needs `tokenizer` or `model.tokenizer`. Default: None, the model of `model.path`.
-        tokenizer: A transformers tokenizer, instead of `model.tokenizer`. Default: None.
-        objective: A loss over tokens, instead of the section `objective`. Default: None.
+            needs `tokenizer` or `model.tokenizer`.
+        tokenizer: A transformers tokenizer, instead of `model.tokenizer`.
+        objective: A loss over tokens, instead of the section `objective`.
         observers: Functions that are called on rank 0 with the `StepEvent` of every update, after those of the section
-            `observers`; a second parameter receives a dictionary that is saved with the run. They return None, "stop",
-            "save", "evaluate", or a list of these. Default: none.
+            `observers`. A second parameter receives a dictionary that is saved with the run. They return None, "stop",
+            "save", "evaluate", or a list of these.
 
     Returns:
         Steps, metrics and paths of the run, the same on every rank.
@@ -82,23 +84,32 @@ def dpo(
     objective: Objective | None = None,
     observers: Observers = (),
 ) -> Outcome:
-    """Train a model on preferences in this process; under torchrun, as one of its ranks.
+    """Train a model on preferences between answers.
+
+    The run takes place in this process; under torchrun, this process is one of its ranks.
 
     Args:
-        config: A built `DPOConfig`, nested mappings, or the path of a YAML file, as in `sft`.
-        rows: Rows with `prompt`, `chosen` and `rejected`, or for kto `prompt`, `completion` and `label`, instead of the
-            rows that `data` names. Default: None.
-        model: As in `sft`; the reference is a copy of its weights, too.
-        tokenizer: As in `sft`.
+        config: The configuration: a built `DPOConfig`, nested mappings, or the path of a YAML file. Paths in
+            mappings are looked up from the current directory, those of a YAML file also beside it.
+        rows: Rows with `prompt`, `chosen` and `rejected`, instead of those that `data` names, in a form that `sft`
+            takes. With `preference.loss: kto` they have `prompt`, `completion` and `label`.
+        model: A transformers model, instead of `model.path`. Its weights are copied, once more for the reference; the
+            object does not change. It needs `tokenizer` or `model.tokenizer`.
+        tokenizer: A transformers tokenizer, instead of `model.tokenizer`.
         objective: A loss over the tokens of pairs, instead of the losses of `preference`. That section still decides
-            whether rows are pairs and whether there is a reference. Default: None.
-        observers: As in `sft`.
+            whether rows are pairs and whether there is a reference.
+        observers: Functions that are called on rank 0 with the `StepEvent` of every update, after those of the section
+            `observers`. A second parameter receives a dictionary that is saved with the run. They return None, "stop",
+            "save", "evaluate", or a list of these.
 
     Returns:
-        As in `sft`.
+        Steps, metrics and paths of the run, the same on every rank.
 
     Raises:
-        UserError, RunStopped, RankFailed, CheckpointError: As in `sft`.
+        UserError: The request cannot work; nothing was written.
+        RunStopped: The run stopped before its end, e.g. by a failed save; the same call continues it.
+        RankFailed: Another rank failed; the message names the rank and its first cause.
+        CheckpointError: A checkpoint that the run starts from is damaged or cannot be read.
     """
     return _run(DPOConfig, run_dpo, config, Live(rows, model, tokenizer, objective, observers))
 
@@ -111,20 +122,30 @@ def reward(
     tokenizer: Any = None,
     observers: Observers = (),
 ) -> Outcome:
-    """Train a reward model on preferences in this process; under torchrun, as one of its ranks.
+    """Train a reward model on preferences between answers.
+
+    The run takes place in this process; under torchrun, this process is one of its ranks.
 
     Args:
-        config: A built `ScorerConfig`, nested mappings, or the path of a YAML file, as in `sft`.
-        rows: Rows with `prompt`, `chosen` and `rejected`, instead of the rows that `data` names. Default: None.
-        model: A transformers model for sequence classification with one output, instead of `model.path`. Default: None.
-        tokenizer: As in `sft`.
-        observers: As in `sft`.
+        config: The configuration: a built `ScorerConfig`, nested mappings, or the path of a YAML file. Paths in
+            mappings are looked up from the current directory, those of a YAML file also beside it.
+        rows: Rows with `prompt`, `chosen` and `rejected`, instead of those that `data` names, in a form that `sft`
+            takes.
+        model: A transformers model for sequence classification with one output, instead of `model.path`. Its weights
+            are copied; the object does not change. It needs `tokenizer` or `model.tokenizer`.
+        tokenizer: A transformers tokenizer, instead of `model.tokenizer`.
+        observers: Functions that are called on rank 0 with the `StepEvent` of every update, after those of the section
+            `observers`. A second parameter receives a dictionary that is saved with the run. They return None, "stop",
+            "save", "evaluate", or a list of these.
 
     Returns:
-        As in `sft`.
+        Steps, metrics and paths of the run, the same on every rank.
 
     Raises:
-        UserError, RunStopped, RankFailed, CheckpointError: As in `sft`.
+        UserError: The request cannot work; nothing was written.
+        RunStopped: The run stopped before its end, e.g. by a failed save; the same call continues it.
+        RankFailed: Another rank failed; the message names the rank and its first cause.
+        CheckpointError: A checkpoint that the run starts from is damaged or cannot be read.
     """
     return _run(ScorerConfig, run_reward, config, Live(rows, model, tokenizer, observers=observers))
 
@@ -140,28 +161,36 @@ def grpo(  # noqa: PLR0913 - one per thing that a caller can bring
     objective: Objective | None = None,
     observers: Observers = (),
 ) -> Outcome:
-    """Train a policy by rewards in this process; under torchrun, as one of its ranks.
+    """Train a policy by rewards of its completions.
+
+    The run takes place in this process; under torchrun, this process is one of its ranks.
 
     Args:
-        config: A built `GRPOConfig`, nested mappings, or the path of a YAML file, as in `sft`.
-        rows: Rows with prompts, instead of the rows that `data` names. Default: None.
+        config: The configuration: a built `GRPOConfig`, nested mappings, or the path of a YAML file. Paths in
+            mappings are looked up from the current directory, those of a YAML file also beside it.
+        rows: Rows with prompts, instead of those that `data` names, in a form that `sft` takes.
         rewards: A function, several, or functions by name, instead of the section `reward`; each has weight 1. They
             are called in this process: nothing ends a function that hangs, and `rewards.timeout_seconds` does not
-            hold. Parameters and results are those of a reward file. Default: None.
+            hold. Parameters and results are those of a reward file.
         environment: An environment, instead of the one that the section `environment` names: a class, or a function
             that makes an environment; a list of functions, which are tools; or an agent, a function of (row, base_url,
-            api_key). It stands at the top of an imported file, since episodes run in processes of their own. Default:
-            None.
-        model: As in `sft`.
-        tokenizer: As in `sft`.
-        objective: A loss over the tokens of completions, instead of the section `objective`. Default: None.
-        observers: As in `sft`.
+            api_key). It stands at the top of an imported file, since episodes run in processes of their own.
+        model: A transformers model, instead of `model.path`. Its weights are copied; the object does not change. It
+            needs `tokenizer` or `model.tokenizer`.
+        tokenizer: A transformers tokenizer, instead of `model.tokenizer`.
+        objective: A loss over the tokens of completions, instead of the section `objective`.
+        observers: Functions that are called on rank 0 with the `StepEvent` of every update, after those of the section
+            `observers`. A second parameter receives a dictionary that is saved with the run. They return None, "stop",
+            "save", "evaluate", or a list of these.
 
     Returns:
-        As in `sft`.
+        Steps, metrics and paths of the run, the same on every rank.
 
     Raises:
-        UserError, RunStopped, RankFailed, CheckpointError: As in `sft`.
+        UserError: The request cannot work; nothing was written.
+        RunStopped: The run stopped before its end, e.g. by a failed save; the same call continues it.
+        RankFailed: Another rank failed; the message names the rank and its first cause.
+        CheckpointError: A checkpoint that the run starts from is damaged or cannot be read.
     """
     live = Live(rows, model, tokenizer, objective, observers, _named_rewards(rewards), environment)
     return _run(GRPOConfig, run_grpo, config, live)
@@ -175,21 +204,31 @@ def distill(
     tokenizer: Any = None,
     observers: Observers = (),
 ) -> Outcome:
-    """Train a student on a teacher's distribution in this process; under torchrun, as one of its ranks.
+    """Train a student on a teacher's distribution.
+
+    The run takes place in this process; under torchrun, this process is one of its ranks.
 
     Args:
-        config: A built `DistillConfig`, nested mappings, or the path of a YAML file, as in `sft`. The section `teacher`
-            names the teacher's directory or server.
-        rows: As in `sft`; with `rollout.share: 1` they need no answers.
-        model: The student, as in `sft`.
-        tokenizer: As in `sft`.
-        observers: As in `sft`.
+        config: The configuration: a built `DistillConfig`, nested mappings, or the path of a YAML file. Paths in
+            mappings are looked up from the current directory, those of a YAML file also beside it. The
+            section `teacher` names the teacher's directory or server.
+        rows: Training rows, instead of those that `data` names, in a form that `sft` takes. With `rollout.share: 1`
+            they need no answers.
+        model: The student, a transformers model, instead of `model.path`. Its weights are copied; the object does not
+            change. It needs `tokenizer` or `model.tokenizer`.
+        tokenizer: A transformers tokenizer, instead of `model.tokenizer`.
+        observers: Functions that are called on rank 0 with the `StepEvent` of every update, after those of the section
+            `observers`. A second parameter receives a dictionary that is saved with the run. They return None, "stop",
+            "save", "evaluate", or a list of these.
 
     Returns:
-        As in `sft`.
+        Steps, metrics and paths of the run, the same on every rank.
 
     Raises:
-        UserError, RunStopped, RankFailed, CheckpointError: As in `sft`.
+        UserError: The request cannot work; nothing was written.
+        RunStopped: The run stopped before its end, e.g. by a failed save; the same call continues it.
+        RankFailed: Another rank failed; the message names the rank and its first cause.
+        CheckpointError: A checkpoint that the run starts from is damaged or cannot be read.
     """
     return _run(DistillConfig, run_distill, config, Live(rows, model, tokenizer, observers=observers))
 

@@ -20,7 +20,7 @@ from holdfast.text.escaping import escaped_paragraph
 
 
 class HoldfastError(Exception):
-    """The root of the tree; `str(error)` is the paragraph a user reads."""
+    """The root of all errors of Holdfast; `str(error)` is the paragraph that a user reads."""
 
     exit_code = 1
 
@@ -32,35 +32,35 @@ class HoldfastError(Exception):
 
 
 class UserError(HoldfastError):
-    """Something the user asked for cannot work; raised before any effect."""
+    """A request that cannot work; it is raised before anything is changed."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A key, a value or a combination of values in the configuration is wrong."""
+    """A key, a value or a combination of values of the configuration that cannot work."""
 
 
 class DataError(UserError):
-    """A data file, row or column is missing or malformed."""
+    """A file of data, a row or a column that is missing or malformed."""
 
 
 class ModelError(UserError):
-    """A model directory, tokenizer or parameter is missing or does not fit."""
+    """A model directory, a tokenizer or a parameter that is missing or does not fit."""
 
 
 class PlanError(UserError):
-    """A sharding plan cannot work; the parameters are named."""
+    """A sharding plan that cannot work; the message names the parameters."""
 
 
 class RunStopped(HoldfastError):
-    """The run stopped before its end and can be started again with the same command."""
+    """A run that stopped before its end; the same command or call continues it."""
 
     exit_code = 3
 
 
 class RankFailed(HoldfastError):
-    """Another rank failed; the message names the rank, the phase and the first cause."""
+    """A failure of another rank; the message names the rank, its phase and the first cause."""
 
     exit_code = 3
 

@@ -93,7 +93,7 @@ class Prompt:
 
 
 class Finish(Enum):
-    """Why a completion ended."""
+    """The reason why a completion ended."""
 
     STOP = "stop"
     """A stop token or stop string."""
@@ -201,7 +201,7 @@ class Batch:
     loss_mask: Tensor
     """[B, T] bool: the tokens the policy chose. Not the same thing as `weights`."""
     weights: Tensor
-    """[B, T] float: how the loss of a token enters the average; see docs/averages.md"""
+    """[B, T] float: how the loss of a token enters the average; see docs/developers/averages.md"""
     scored: Tensor
     """[N] int64, flat positions (row * T + t) of the tokens in `loss_mask`, ascending"""
     lengths: tuple[tuple[int, ...], ...]
@@ -263,7 +263,7 @@ class MiniBatch:
 
 
 class Scores(NamedTuple):
-    """What a forward pass says about the scored tokens. A named tuple, so that FSDP2 sees the tensors in it."""
+    """The scores of the scored tokens in a forward pass. A named tuple, so that FSDP2 sees the tensors in it."""
 
     values: Tensor
     """[N] a number for each scored token, float32 or float64: of a policy its log-probability, of a reward model the

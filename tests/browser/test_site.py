@@ -13,7 +13,7 @@ import pytest
 from tests.browser.driver import Browser, driving, missing
 
 ROOT = Path(__file__).parents[2]
-REASON = missing() or ("" if find_spec("mkdocs") else "mkdocs is not installed: make docs")
+REASON = missing() or ("" if find_spec("mkdocstrings") else "mkdocstrings is not installed: make docs")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON or "-")]
 SECONDS = 30
 TYPE = """

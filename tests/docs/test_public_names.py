@@ -20,7 +20,7 @@ import holdfast
 from holdfast import checkpoint, errors
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
-NAMES = re.findall(r"^\| `(holdfast[\w.]+)` \| .+ \|$", PAGE, re.MULTILINE)
+NAMES = re.findall(r"^::: (holdfast[\w.]+)$", PAGE, re.MULTILINE)
 SECTION = re.compile(r"^(Args|Returns|Raises):\n((?:(?: .*)?\n)*)", re.MULTILINE)
 ENTRY = re.compile(r"^    ([*\w]+(?:, [*\w]+)*): \S", re.MULTILINE)
 

@@ -10,7 +10,7 @@ import pytest
 from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter
 from holdfast.checkpoint.keep import find
 from tests.training.matrix import ARCHITECTURES, LARGEST_DIFFERENCE, MIXTURES, VISION, walk
-from tests.training.matrix_table import row_of, table_in
+from tests.training.matrix_table import table_in
 
 QUICK = {"gemma2", "falcon_h1", "gpt_oss", "deepseek_v3", "qwen3_vl", "idefics3"}
 """Walked in every run of the tests: what the other suites do not train, resume and export."""
@@ -25,7 +25,7 @@ def test_an_architecture_trains_resumes_on_one_rank_and_exports(pools: Any, tmp_
     walked = walk(pools, model_type, tmp_path)
 
     assert walked.difference < LARGEST_DIFFERENCE < walked.moved
-    assert table_in(DOCUMENTED)[model_type] == row_of(walked)
+    assert table_in(DOCUMENTED)[model_type] == walked.attention
 
 
 ADAPTED = ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in (*VISION[1:], *MIXTURES))]
@@ -78,7 +78,7 @@ def test_other_adapters_export_merged_and_alone_from_the_run_and_from_its_checkp
 
 
 def test_every_architecture_is_documented() -> None:
-    assert list(table_in(DOCUMENTED)) == list(ARCHITECTURES)
+    assert set(table_in(DOCUMENTED)) == set(ARCHITECTURES)
     assert len(ARCHITECTURES) == 53
     assert len(MIXTURES) == 7
     assert len(VISION) == 7

@@ -1,15 +1,5 @@
 """Save, load and verify checkpoints in your own training loop.
 
-    from holdfast import checkpoint
-
-    checkpoint.rehearse("run", model, optimizer, extra={"step": 0})
-    checkpoint.save("run/step-00000100", model, optimizer, extra={"step": 100})
-    found = checkpoint.load("run/step-00000100", model, optimizer)
-
-    saving = checkpoint.save_in_background("run/step-00000200", model, optimizer, extra={"step": 200})
-    ...                        # train on; the tensors were copied
-    manifest = saving.result() # waits; raises the error of a failed save, the same on all ranks
-
 Models are plain or sharded by FSDP2. All ranks must call each function, except `verify` and `clean`, and raise the
 same error.
 """
@@ -72,7 +62,9 @@ def save(  # noqa: PLR0913 - what is saved, and what is said of it
     parent: Manifest | None = None,
     timeout_minutes: float = 30.0,
 ) -> Manifest:
-    """Write a checkpoint directory atomically, all ranks together; an existing one is never overwritten.
+    """Write a checkpoint atomically.
+
+    All ranks call this together. An existing checkpoint is never overwritten.
 
     Args:
         path: A directory or a URL such as s3://bucket/run/step-00000100, whose last part names the checkpoint.
@@ -83,9 +75,8 @@ def save(  # noqa: PLR0913 - what is saved, and what is said of it
         assets: Contents of further files by name, taken from rank 0. Default: None, no files.
         frozen: Whether to save parameters that are not trained; if not, a load leaves them as they are. Default: True.
         parent: Manifest of the checkpoint that this one continues from, as `save`, `load(...).manifest` and `verify`
-            return it; its hash and step are recorded. It is not found automatically, since a directory may hold
-            checkpoints of several loops. Default: None.
-        timeout_minutes: Longest wait for another rank. Default: 30.
+            return it. A directory may hold checkpoints of several loops, so it is not looked for. Default: None.
+        timeout_minutes: Longest wait for another rank, in minutes.
 
     Returns:
         The manifest of the checkpoint.
@@ -126,14 +117,19 @@ def save_in_background(
     timeout_minutes: float = 30.0,
     **options: Unpack[SaveOptions],
 ) -> PendingSave:
-    """Copy the tensors of a checkpoint, and return while a thread writes the copy over a separate process group.
+    """Copy the tensors of a checkpoint, and write the copy on a thread.
 
-    One save runs at a time; this call waits for the previous one. Ask for the result before the default process group
-    is destroyed.
+    All ranks call this together. The call returns when the copy is made; the thread writes over a process group of its
+    own. One save runs at a time, so this call waits for the previous one. Ask for the result before the default process
+    group is destroyed.
 
     Args:
-        path, model, optimizer, extra, timeout_minutes: As in `save`.
-        options: rank_extra, assets, frozen and parent, as in `save`.
+        path: A directory or a URL such as s3://bucket/run/step-00000100, whose last part names the checkpoint.
+        model: The model, plain or sharded by FSDP2.
+        optimizer: The optimizer. Default: None, no optimizer.
+        extra: A value that is equal on all ranks, as in `save`.
+        timeout_minutes: Longest wait for another rank, in minutes.
+        options: The arguments rank_extra, assets, frozen and parent of `save`.
 
     Returns:
         The pending save, whose `result()` waits for the manifest and raises the error of a failed save.
@@ -141,7 +137,7 @@ def save_in_background(
     Raises:
         SaveFailed, DirectoryTaken: The previous save failed, and its result was not asked for, or a rank did not
             arrive. No new save was started.
-        UnsavableExtra, UnsavableOptimizer, ModelError: As in `save`.
+        UnsavableExtra, UnsavableOptimizer, ModelError: The state has a value that cannot be written, as in `save`.
     """
     before = _newest[-1] if _newest else None
     outcome = None if before is None else before.outcome()
@@ -166,7 +162,7 @@ def save_in_background(
 
 @dataclass(frozen=True)
 class Restored:
-    """What `load` returns besides filling the model and the optimizer."""
+    """The result of `load`, besides the model and the optimizer that it fills."""
 
     extra: Any
     """Value that was given to `save`."""
@@ -189,18 +185,19 @@ def load(
     hyperparameters: Literal["live", "checkpoint"] = "live",
     timeout_minutes: float = 30.0,
 ) -> Restored:
-    """Verify a checkpoint and load it, all ranks together, on any number of ranks.
+    """Verify a checkpoint and load it into a model and an optimizer.
 
-    Model and optimizer are not changed before all bytes that are needed have been read and verified.
+    All ranks call this together; their number may differ from that of the save. Model and optimizer are not changed
+    before all bytes that are needed have been read and verified.
 
     Args:
-        path: The checkpoint's directory or URL, as in `save`.
+        path: Directory or URL of the checkpoint.
         model: The model to fill, plain or sharded by FSDP2 in any way.
         optimizer: The optimizer to fill; gradients do not matter. Default: None, the model alone.
         declared: Patterns of parameters that may differ between checkpoint and model. Default: None, no difference.
         hyperparameters: Whether betas, epsilon and the like stay as they are ("live", the default) or come from the
             checkpoint ("checkpoint").
-        timeout_minutes: Longest wait for another rank. Default: 30.
+        timeout_minutes: Longest wait for another rank, in minutes.
 
     Returns:
         The values that `save` was given, and notes about the load.
@@ -239,7 +236,7 @@ def verify(path: str, level: verification.Level = "tensors") -> Manifest:
     """Compare a checkpoint with its manifest; a single process may call this.
 
     Args:
-        path: The checkpoint's directory or URL, as in `save`.
+        path: Directory or URL of the checkpoint.
         level: "names" compares names and sizes of files, "files" also their hashes, "tensors", the default, also the
             header of every file of tensors and every chunk in it.
 
@@ -265,21 +262,24 @@ def rehearse(  # noqa: PLR0913 - a public verb; its options are keywords
     keep: int = 3,
     timeout_minutes: float = 30.0,
 ) -> RehearsalReport:
-    """Save, verify and load a trial checkpoint before training, all ranks together, and delete it again.
+    """Save, verify, load and delete a trial checkpoint before training, all ranks together.
 
     Args:
         path: The directory or URL in which checkpoints will be saved.
-        model, optimizer: The arguments of later saves; nothing in them changes.
-        extra, rank_extra, assets: The arguments of later saves, as in `save`.
-        keep: Number of checkpoints that will be kept; there must be room for two more. Default: 3.
-        timeout_minutes: Longest wait for another rank. Default: 30.
+        model: The model of later saves; nothing in it changes.
+        optimizer: The optimizer of later saves; nothing in it changes. Default: None, no optimizer.
+        extra: A value of the types that `save` takes, equal on all ranks.
+        rank_extra: A value of this rank, of the same types.
+        assets: Contents of further files by name. Default: None, no files.
+        keep: Number of checkpoints that will be kept; there must be room for two more.
+        timeout_minutes: Longest wait for another rank, in minutes.
 
     Returns:
         Size and times of the trial checkpoint, in bytes and seconds.
 
     Raises:
         RehearsalFailed: The trial failed; the message names the parameter or file and what to do.
-        UnsavableExtra, UnsavableOptimizer, ModelError: As in `save`.
+        UnsavableExtra, UnsavableOptimizer, ModelError: The state has a value that cannot be written, as in `save`.
         RankFailed: Another rank did not arrive; the message names it.
     """
     with joint_call("checkpoint.rehearse", timeout_minutes, RankFailed) as (ranks, _):
@@ -293,7 +293,7 @@ def rehearse(  # noqa: PLR0913 - a public verb; its options are keywords
 
 
 def clean(path: str) -> None:
-    """Remove the unfinished files of killed saves from a directory of checkpoints; a single process may call this.
+    """Remove the unfinished files of killed saves from a directory; a single process may call this.
 
     A save that is still running, of this or another process, is left alone.
 

@@ -1,4 +1,4 @@
-"""Exceptions about checkpoints; the base class says whether the user must act or the run can be restarted."""
+"""Errors of checkpoints: the base class tells whether the user must act or the run can be started again."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from holdfast.errors import HoldfastError, RunStopped, UserError
 
 
 class CheckpointError(HoldfastError):
-    """The root of checkpoint errors."""
+    """The root of the errors about a checkpoint's files."""
 
 
 class SaveFailed(CheckpointError, RunStopped):
-    """A save was not committed; earlier checkpoints are intact. Raised with the same message on all ranks."""
+    """A save that was not committed, the same error on all ranks; earlier checkpoints are intact."""
 
     exit_code = RunStopped.exit_code
 
 
 class PlaceLost(SaveFailed):
-    """Another job has taken over the directory of checkpoints, whose files may be that job's. Raised on all ranks."""
+    """A directory of checkpoints that another job has taken over, the same error on all ranks."""
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint's bytes are not the ones that were written; the tensor or file is named."""
+    """A checkpoint whose bytes are not those that were written; the message names the file or the tensor."""
 
 
 class TensorsDiffer(CheckpointCorrupt):
-    """All files of a checkpoint have the recorded hashes, but a tensor in them differs from what was saved."""
+    """A checkpoint whose files have the recorded hashes, and in which a tensor differs from what was saved."""
 
 
 class CheckpointUnreadable(CheckpointError):
-    """A file could not be read because of the disk, the network or a lack of memory; its bytes may be correct."""
+    """A file that the disk, the network or a lack of memory kept from being read; its bytes may be right."""
 
 
 class NoCheckpoint(UserError):
-    """A path holds no checkpoint of Holdfast; it may hold another system's."""
+    """A path without a checkpoint of Holdfast; it may hold another system's."""
 
 
 class CheckpointMismatch(UserError):
-    """A checkpoint is intact but does not match the model or optimizer, and the difference was not declared."""
+    """A whole checkpoint that does not fit the model or the optimizer, by a difference that was not declared."""
 
 
 class DirectoryTaken(UserError):
-    """Another job is writing to the run directory."""
+    """A directory of checkpoints that another job writes to."""
 
 
 class UnsavableExtra(UserError):
-    """`extra` holds a value of a type that cannot be written to a checkpoint."""
+    """An `extra` with a value of a type that has no written form."""

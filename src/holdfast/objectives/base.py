@@ -16,7 +16,7 @@ from holdfast.types import Batch, Scores
 
 
 class Tokens(NamedTuple):
-    """Weights, columns and sequences of the N scored tokens of a micro-batch."""
+    """The weights, columns and sequences of the N scored tokens of a micro-batch."""
 
     weights: Tensor
     """[N] weight of each token in the loss"""
@@ -53,7 +53,7 @@ def scored_tokens(batch: Batch) -> Tokens:
 
 
 class Objective(Protocol):
-    """A loss over scored tokens."""
+    """The protocol of a loss over scored tokens."""
 
     @property
     def separable(self) -> bool:

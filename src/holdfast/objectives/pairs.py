@@ -108,7 +108,7 @@ class Pairs(NamedTuple):
 
 
 class PairLoss(Protocol):
-    """A loss of pairs."""
+    """The protocol of a loss over pairs."""
 
     def losses(self, pairs: Pairs) -> Tensor:
         """Return the loss of each pair.

@@ -154,7 +154,7 @@ def mismatch_sums(differences: Mismatch, correction: Correction) -> dict[str, Te
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """A surrogate with its regularisers.
+    """The loss of a policy: a surrogate with its regularisers.
 
     Of `tokens.per_token` it reads `advantages`; `sampler_logprobs`; `reference_logprobs` if `needs_reference`;
     `proximal_logprobs` if several updates are made of one rollout (absent, the proximal policy is the policy, and
@@ -240,7 +240,9 @@ class PolicyGradient:
         return terms
 
     def sums(self, scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
-        """Return metrics over scored tokens whatever their weights: those of the surrogate, of the sampler and
+        """Return metrics over scored tokens, whatever their weights.
+
+        Beside those of the surrogate and of the sampler:
 
         - kl: KL(policy || reference) per token in nats, estimator k3 whatever the loss uses, without any bound.
         - entropy: in nats, where it was computed.

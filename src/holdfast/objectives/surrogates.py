@@ -19,7 +19,7 @@ COVARIANCE_MASK = "covariance_mask"
 
 
 class Actions(NamedTuple):
-    """Scored tokens as actions of the policy."""
+    """The scored tokens as actions of the policy."""
 
     logprobs: Tensor
     """[N] log-probabilities under the policy, in nats; differentiable while terms are formed"""
@@ -32,7 +32,7 @@ class Actions(NamedTuple):
 
 
 class Surrogate(Protocol):
-    """A policy-gradient loss without its regularisers."""
+    """The protocol of a surrogate: a policy-gradient loss without its regularisers."""
 
     @property
     def needs_whole_sequences(self) -> bool:
@@ -271,11 +271,11 @@ def _share_of_selected(actions: Actions) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class GSPO:
-    """-min(s A, clip(s) A) with s = exp(mean over the sequence of log r): one ratio for all tokens of a sequence.
+    """The surrogate of GSPO, with one ratio for all tokens of a sequence.
 
-    Zheng et al. (arXiv:2507.18071), eqs. 5 and 7. Each token carries its sequence's term, so the paper's loss is its
-    `sequence_mean`; under another average long sequences weigh more. Needs whole sequences, hence the head's form that
-    computes chunks again.
+    It is -min(s A, clip(s) A) with s = exp(mean over the sequence of log r): Zheng et al. (arXiv:2507.18071), eqs. 5
+    and 7. Each token carries its sequence's term, so the paper's loss is its `sequence_mean`; under another average
+    long sequences weigh more. Needs whole sequences, hence the head's form that computes chunks again.
 
     The mean of log r is held within +-20 nats, as every log ratio here is: beyond it s is e^20 or e^-20, and the
     gradient is 0.

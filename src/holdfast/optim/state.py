@@ -30,7 +30,7 @@ NOT_CHOSEN = _OF_THE_RUN | {"lr", "initial_lr"}
 
 
 class UnsavableOptimizer(UserError):  # noqa: N818 - the name says what is wrong
-    """An optimizer holds state that cannot be saved; raised when the optimizer is built, before the first step."""
+    """An optimizer whose state has no written form; raised when the optimizer is built, before the first step."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def seed_generators(seed: int | str, array_seed: int) -> None:
 
 
 class CannotStart(Exception):  # noqa: N818 - the name says what happened
-    """A user's code cannot work in this environment; the message is a paragraph for the user."""
+    """Code of a user that cannot work in this environment; the message is a paragraph for the user."""
 
 
 def describe_error(error: BaseException) -> str:

@@ -20,7 +20,7 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Progress of the run, under the names of TRL's trainer_state."""
+    """The progress of a run, under the names of TRL's trainer_state."""
 
     global_step: int = 0
     """Number of steps done."""
@@ -32,7 +32,7 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to score."""
+    """A completion to score, with its prompt and its row."""
 
     sample_id: int
     """Number of the completion, the same on every number of ranks."""

@@ -56,7 +56,7 @@ class RequestImages:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, and a seed for each completion of it."""
+    """A prompt, and a seed for each completion of it."""
 
     request_id: int
     """Number of the request, which its completions repeat."""
@@ -73,7 +73,7 @@ class Request:
 
 
 class Sampled(NamedTuple):
-    """One completion."""
+    """A sampled completion."""
 
     request_id: int
     """Number of the request."""
@@ -116,7 +116,7 @@ class AheadEngine(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """A sampler of completions."""
+    """The protocol of an engine, which samples completions."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights, and discard everything computed with older ones.

@@ -27,7 +27,7 @@ _HASH_KEY = "xxh3_128"
 
 
 class OtherFormat(UserError):  # noqa: N818 - the name says what is wrong
-    """A checkpoint was written by a later version of Holdfast, or by an earlier one and was not converted."""
+    """A checkpoint of a later version of Holdfast, or of an earlier one that was not converted."""
 
 
 @dataclass(frozen=True)

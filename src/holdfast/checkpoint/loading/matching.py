@@ -37,7 +37,7 @@ from holdfast.optim.wrapped import BETWEEN
 
 @dataclass(frozen=True)
 class Declared:
-    """Deviations that a user allows, as regular expressions that are searched in canonical parameter names."""
+    """Differences that a load allows, as regular expressions that are searched in canonical parameter names."""
 
     add: Sequence[str] = ()
     """Parameters that the checkpoint lacks; they keep their present values."""

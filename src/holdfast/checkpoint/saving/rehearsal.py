@@ -53,7 +53,7 @@ NONCE = "nonce"
 
 
 class RehearsalFailed(UserError):  # noqa: N818 - the name says what happened
-    """A checkpoint could not be saved, verified or read back; raised before step 1, and at later rehearsals."""
+    """A trial checkpoint that could not be saved, verified or read back; raised before step 1 or later."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class CheckpointCounts:
 
 @dataclass(frozen=True)
 class RehearsalReport:
-    """Size and times of a checkpoint, as the rehearsal measured them."""
+    """The size and the times of a checkpoint, as the rehearsal measured them."""
 
     bytes_: int
     """Size of one checkpoint, over all ranks."""

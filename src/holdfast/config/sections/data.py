@@ -171,7 +171,7 @@ class DataConfig(SourceConfig, TextConfig):
     """`best_fit` lays whole sequences side by side; `wrapped` cuts the stream of documents into windows of
     max_length; `none` pads, one sequence per row."""
     average: Average = "token_mean"
-    """What the loss averages over; see docs/averages.md."""
+    """What the loss averages over; see docs/developers/averages.md."""
     allow_partial: bool = False
     """Train on a data set smaller than one batch."""
 

@@ -34,7 +34,7 @@ class TrackerConfig(Section):
 
 
 class UserTrackerConfig(Section):
-    """A class in one file of the user's own; see docs/trackers.md for what it is given."""
+    """A class in one file of the user's own; see docs/looking.md for what it is given."""
 
     kind: Literal["path"] = "path"
     path: FunctionPath

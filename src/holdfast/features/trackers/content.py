@@ -38,7 +38,9 @@ class TrackedRun:
 
 
 class Backend(Protocol):
-    """One tracker. Of several values that are logged for the same step and name, the last counts.
+    """The protocol of a tracker.
+
+    Of several values that are logged for the same step and name, the last counts.
 
     A class of a user is called with a `TrackedRun` and the keyword arguments of its section. It may leave out
     `completions`.

@@ -21,7 +21,7 @@ from holdfast.parallel.collectives import RankGroup
 
 
 class UnsuitableTrainer(UserError):  # noqa: N818 - the name says what is wrong
-    """The state of a trainer cannot be saved by Holdfast; raised before anything is trained."""
+    """A trainer whose state cannot be saved by Holdfast; raised before anything is trained."""
 
 
 def is_first() -> bool:

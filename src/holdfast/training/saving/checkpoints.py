@@ -31,8 +31,8 @@ from holdfast.training.saving.emergency import EmergencySave, StepState, collect
 from holdfast.training.saving.exports import EXPORTS
 from holdfast.training.saving.leases import RunLeases, check_seen
 from holdfast.training.saving.parents import parent_of
+from holdfast.training.saving.phases import start_from
 from holdfast.training.saving.rehearsals import Rehearsals
-from holdfast.training.saving.resume import start_from
 from holdfast.training.saving.run_snapshot import Contents, checked_assets, fingerprints_of
 
 _DELETION_SECONDS = 10.0

@@ -14,26 +14,24 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, Ch
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import set_random_state
-from holdfast.checkpoint.format.verification import named_manifest, verified_bytes
+from holdfast.checkpoint.format.verification import verified_bytes
 from holdfast.checkpoint.keep.choose import ResumeChoice, newest_verified
-from holdfast.checkpoint.loading.matching import Declared, optimizer_difference
+from holdfast.checkpoint.loading.matching import Declared
 from holdfast.checkpoint.loading.reader import LoadedState, load_state
 from holdfast.checkpoint.place.layout import ASSETS
-from holdfast.checkpoint.place.storage import Storage, open_storage
+from holdfast.checkpoint.place.storage import Storage
 from holdfast.config.base import SavedCount, leaves
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.public import WHOLE, public_configuration
-from holdfast.config.sections.checkpoint import CheckpointConfig, InitConfig
+from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.data.batches.passes import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
-from holdfast.parallel.shards import sharded_parameters
 from holdfast.text.shortening import shortened
 from holdfast.training.randomness import seed_rank
-from holdfast.training.run import PLATEAU_FACTOR, Training, TrainState, say
+from holdfast.training.run import Training, TrainState, say
 from holdfast.training.saving.differences import changed_fingerprints, has_default, is_gone
-from holdfast.training.saving.parents import recordable
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
@@ -106,14 +104,14 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
         saved_settings |= saved_settings_of(storage, name, manifest)
         changes = changed_fingerprints(manifest.fingerprints, training.identity, training.run.config)
         changes = {**changes, **_other_run(training, manifest, run_id, saved_settings)}
-        accepted += _check_declared(training, f"{storage.root}/{name}", changes)
+        accepted += _checkdeclared(training, f"{storage.root}/{name}", changes)
     loaded = load_state(
         storage,
         name,
         training.model.module,
         training.model.optimizer,
         ranks,
-        declared=_declared(config),
+        declared=declared(config),
         hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
         manifest=manifest,
         averages=training.model.averages.tensors if training.model.averages is not None else {},
@@ -164,64 +162,6 @@ def _hyperparameters(training: Training) -> str:
     )
 
 
-def start_from(training: Training, source: InitConfig, ranks: RankGroup) -> tuple[str, ...]:
-    """Take the weights of another run's checkpoint, and the moments and the place in the schedule if asked to.
-
-    The place in the data is never taken.
-
-    Returns:
-        What later manifests say of it: the checkpoint, and what was declared.
-
-    Raises:
-        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: Nothing was changed.
-    """
-    path, _, name = source.path.rstrip("/").rpartition("/")
-    storage = open_storage(path or ".")
-    manifest = named_manifest(storage, name, ranks)
-    if source.moments and (difference := optimizer_difference(training.model.updater, manifest)) is not None:
-        raise CheckpointMismatch(
-            f"{recordable(source.path)} has no moments for checkpoint.init_from.take={source.take}: {difference}. Set "
-            "take: weights, or optim as that run had it. Nothing was changed."
-        )
-    loaded = load_state(
-        storage,
-        name,
-        training.model.module,
-        training.model.optimizer if source.moments else None,
-        ranks,
-        declared=_declared(training.run.config.checkpoint),
-        manifest=manifest,
-        check=(lambda shared, _: _check_schedule(shared, manifest.step)) if source.schedule else lambda *_: None,
-    )
-    if training.model.averages is not None:
-        training.model.averages.begin(sharded_parameters(training.model.module))
-    if source.schedule:
-        _take_schedule(training, loaded.shared["state"])
-    shown = recordable(source.path)
-    words = source.take.replace("+", ", ")
-    start = training.model.state.schedule_start
-    rate = f"the schedule goes on at its step {start}" if source.schedule else "the schedule starts anew"
-    say(
-        training,
-        f"{words} from {shown} (step {loaded.manifest.step}); a new run starts at step 0; {rate}",
-        *loaded.notes,
-    )
-    return (f"{words} from {shown} ({loaded.manifest.hash})", *loaded.deviations)
-
-
-def _check_schedule(shared: Mapping[str, Any], step: int) -> None:
-    """Raise ValueError unless trainer.json has the counters of that step."""
-    _check_step(_validated(_SAVED_COUNTERS, shared).state, step)
-
-
-def _take_schedule(training: Training, saved: Mapping[str, Any]) -> None:
-    """Let the learning rate go on: by the updates that were made, and by what plateaus took off it."""
-    state = training.model.state
-    state.schedule_start = saved["step"] + saved.get("schedule_start", 0)
-    if PLATEAU_FACTOR in saved.get("watched", {}):
-        state.watched[PLATEAU_FACTOR] = saved["watched"][PLATEAU_FACTOR]
-
-
 def _other_run(
     training: Training, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
 ) -> dict[str, list[str]]:
@@ -234,7 +174,7 @@ def _other_run(
     return {} if same else {"run": [f"run.name is {name} there"]}
 
 
-def _check_declared(training: Training, checkpoint: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
+def _checkdeclared(training: Training, checkpoint: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line for each difference, all of which must be declared.
 
     Raises:
@@ -258,7 +198,7 @@ def _refuse_other_run(training: Training, storage: Storage, name: str, manifest:
     """Refuse a damaged checkpoint of another run, as far as it still says whose it is."""
     with suppress(CheckpointCorrupt, CheckpointUnreadable):
         saved_settings = saved_settings_of(storage, name, manifest)
-        _check_declared(training, f"{storage.root}/{name}", _other_run(training, manifest, run_id, saved_settings))
+        _checkdeclared(training, f"{storage.root}/{name}", _other_run(training, manifest, run_id, saved_settings))
 
 
 def saved_settings_of(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
@@ -322,7 +262,8 @@ def _exactness(training: Training, loaded: LoadedState, saved_context: int) -> s
     )
 
 
-def _declared(config: CheckpointConfig) -> Declared:
+def declared(config: CheckpointConfig) -> Declared:
+    """Return the deviations that a configuration allows."""
     resume = config.resume
     return Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
 
@@ -360,17 +301,11 @@ class _SavedRunState:
     ahead: list[_SavedCompletion] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _SavedCounters:
-    state: TrainState
-
-
-_Saved = TypeVar("_Saved", _SavedRunState, _SavedCounters)
 _SAVED = TypeAdapter(_SavedRunState)
-_SAVED_COUNTERS = TypeAdapter(_SavedCounters)
+Saved = TypeVar("Saved")
 
 
-def _validated(adapter: TypeAdapter[_Saved], shared: Mapping[str, Any]) -> _Saved:
+def validated(adapter: TypeAdapter[Saved], shared: Mapping[str, Any]) -> Saved:
     """Return the content of trainer.json, or raise ValueError with its first fault and the place of it."""
     try:
         return adapter.validate_python(shared)
@@ -381,7 +316,8 @@ def _validated(adapter: TypeAdapter[_Saved], shared: Mapping[str, Any]) -> _Save
         raise ValueError(f"{location} is {problem}") from error
 
 
-def _check_step(state: TrainState, step: int) -> None:
+def check_step(state: TrainState, step: int) -> None:
+    """Raise ValueError unless the counters are of a step."""
     if state.step != step:
         raise ValueError(f"state.step is {state.step}, and the checkpoint is of step {step}")
 
@@ -397,8 +333,8 @@ def check_saved_state(training: Training, shared: Mapping[str, Any], step: int) 
     Raises:
         ValueError: The first thing that is wrong, by its place in the file.
     """
-    saved = _validated(_SAVED, shared)
-    _check_step(saved.state, step)
+    saved = validated(_SAVED, shared)
+    check_step(saved.state, step)
     needed = max((index for index, size in enumerate(training.stream.state()["sizes"]) if size is None), default=-1)
     if len(saved.stream.sizes) <= needed:
         raise ValueError(f"stream.sizes has {len(saved.stream.sizes)} entries, for {needed + 1} sources or more")
