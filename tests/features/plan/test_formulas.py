@@ -10,7 +10,7 @@ import pytest
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.features.plan.counting.kinds import GATHERED
+from holdfast.features.plan.counting.kinds import GATHERED, PARAMETERS
 from holdfast.features.plan.formulas import known_size, parts_by_formulas
 from holdfast.features.plan.records import RankSpec
 from holdfast.features.plan.request import _by_formulas, planned, turns
@@ -91,3 +91,18 @@ def test_what_to_turn_ends_with_what_should_fit(tmp_path: Path) -> None:
     peaks = [turn["peak_bytes"] for turn in short["turns"]]
     assert peaks == sorted(peaks, reverse=True)
     assert short["turns"][0]["key"] == "data.tokens_per_micro_batch"
+
+
+def test_frozen_layers_in_four_bits_are_counted_with_their_scales(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    shape |= {"num_hidden_layers": 3, "vocab_size": 100, "tie_word_embeddings": True}
+    lora: dict[str, Any] = {"rank": 4, "quantize": "nf4"}
+    config = from_mapping(tree(model={"config": DENSE | shape, "lora": lora}), SFTConfig)
+    size = known_size(config, tmp_path)
+    assert size is not None
+
+    counted = parts_by_formulas(config, size, 1, "cuda")
+
+    adapters = 4 * 3 * (4 * (64 + 64) + 3 * (64 + 128))
+    blocks, table = 3 * (4 * 64 * 64 + 3 * 64 * 128), 100 * 64
+    assert counted[PARAMETERS] == 4 * adapters + 2 * table + blocks * (0.5 + 4 / 64)

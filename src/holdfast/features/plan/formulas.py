@@ -26,6 +26,10 @@ _STATES = {"adamw_bf16": 6, "adamw_8bit": 2, "muon": 4, "sgd": 4}
 """Bytes of an optimizer's states for a parameter; 8 of all others."""
 
 
+_FOUR_BITS = 0.5 + 4 / 64
+"""Bytes of a number in 4 bits: its own, and its part of the float32 scale of 64 numbers."""
+
+
 @dataclass(frozen=True)
 class ModelSize:
     """Numbers of parameters of a model, and its widths."""
@@ -37,6 +41,8 @@ class ModelSize:
     layers: int
     width: int
     vocabulary: int
+    block: int = 0
+    """Numbers of the linear layers of a block; 0 where they are not counted apart."""
 
 
 def size_of_values(config: TrainingConfig, values: Mapping[str, Any]) -> ModelSize:
@@ -58,7 +64,7 @@ def size_of_values(config: TrainingConfig, values: Mapping[str, Any]) -> ModelSi
     units = sorted([*[block] * layers, table, *([] if text.get("tie_word_embeddings") else [table])], reverse=True)
     lora = config.model.lora
     adapters = 0 if lora is None else lora.rank * layers * (sum(map(sum, sides)) + 3 * (width + inner))
-    return ModelSize(sum(units) + adapters, adapters or sum(units), tuple(units), layers, width, vocabulary)
+    return ModelSize(sum(units) + adapters, adapters or sum(units), tuple(units), layers, width, vocabulary, block)
 
 
 def shape_file(name: str) -> Path:
@@ -113,6 +119,7 @@ def parts_by_formulas(config: TrainingConfig, size: ModelSize, ranks: int, devic
     parallel, offloads, shard = config.parallel, config.parallel.offloads, max(1, ranks // config.parallel.replicate)
     computed, stored, frozen_stored = _widths(config, device)
     frozen = size.parameters - size.trainable
+    packed = _packed(config, size)
     # Of offloaded blocks the one at work and a neighbour, which is copied, are on the device.
     layers = min(size.layers, 2) if "activations" in offloads else size.layers
     match parallel.recompute:
@@ -122,10 +129,11 @@ def parts_by_formulas(config: TrainingConfig, size: ModelSize, ranks: int, devic
             activations = _KEPT["selective"] * layers
         case _:
             activations = _KEPT["full"] * layers + _KEPT["none"]
-    wide = (size.trainable if stored != computed else 0) + (frozen if frozen_stored != computed else 0)
+    wide = (size.trainable if stored != computed else 0) + (frozen - packed if frozen_stored != computed else 0)
+    kept_frozen = frozen_stored * (frozen - packed) + int(_FOUR_BITS * packed)
     on_device = "parameters" not in offloads
     return {
-        PARAMETERS: on_device * (stored * size.trainable + frozen_stored * frozen) // shard,
+        PARAMETERS: on_device * (stored * size.trainable + kept_frozen) // shard,
         GATHERED: computed * sum(size.units[:3]) if shard > 1 else computed * wide,
         GRADIENTS: on_device * max(stored, 4) * size.trainable // shard
         + (computed + 4) * size.units[0] * (frozen == 0),
@@ -140,7 +148,14 @@ def checkpoint_by_formulas(config: TrainingConfig, size: ModelSize, device: str)
     _, stored, frozen_stored = _widths(config, device)
     states = _STATES.get(config.optim.kind, 8) if config.checkpoint.contents == "full" else 0
     frozen = 0 if config.checkpoint.frozen == "skip" else size.parameters - size.trainable
-    return (stored + states) * size.trainable + frozen_stored * frozen
+    packed = min(frozen, _packed(config, size))
+    return (stored + states) * size.trainable + frozen_stored * (frozen - packed) + int(_FOUR_BITS * packed)
+
+
+def _packed(config: TrainingConfig, size: ModelSize) -> int:
+    """Return how many frozen numbers of the blocks are kept in 4 bits."""
+    lora = config.model.lora
+    return 0 if lora is None or lora.quantize is None else size.block * size.layers
 
 
 def _widths(config: TrainingConfig, device: str) -> tuple[int, int, int]:

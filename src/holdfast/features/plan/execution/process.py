@@ -20,6 +20,7 @@ from typing import Any
 
 from holdfast.config.quiet import hush, leave_out_broken
 from holdfast.errors import HoldfastError, UserError
+from holdfast.processes.kernel import die_with_parent
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 NEWS = "plan: "
@@ -112,6 +113,7 @@ def _folder_of_torch() -> Path:
 
 def main() -> None:
     """Answer the request on standard input."""
+    die_with_parent()  # a terminal's SIGTERM ends the command alone, and a plan can take minutes
     hush()
     request = json.load(sys.stdin)
     output = Path(request["output"])
