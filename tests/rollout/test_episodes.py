@@ -97,6 +97,26 @@ def test_calls_are_run_and_those_that_fail_are_told_to_the_policy(play: Callable
     assert (dict(episode.called), episode.failed_calls) == ({"add": 1, "unknown": 2}, 2)
 
 
+@pytest.mark.parametrize(("most", "turns"), [(1, 2), (2, 4), (3, 6), (None, 6)])
+def test_calls_that_fail_in_a_row_end_their_episode(
+    play: Callable[..., list[Episode]], most: int | None, turns: int
+) -> None:
+    good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    said = [good, '<tool_call>{"name": "add", "arg', good, *3 * ['<tool_call>{"name": "sub"}</tool_call>']]
+    if most == 2:
+        said[3] = "".join(said[3:5])  # both calls of one turn
+    engine = ScriptedEngine(bpe(), lambda text: said[text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = play(
+        engine, [{}], path=None, tools="tools.py:add", max_new_tokens=80, max_length=1600, max_turns=6,
+        max_failed_calls=most,
+    )  # fmt: skip
+
+    assert (episode.ended, episode.turn_count) == ("failed_calls" if most else "turns", turns)
+    assert episode.finish is (Finish.STOP if most else Finish.LENGTH)
+    assert episode.messages[-1]["role"] == "tool", "what went wrong last is told"
+
+
 def test_a_turn_that_is_cut_ends_its_episode_or_goes_on_with_an_end_that_nobody_chose(
     play: Callable[..., list[Episode]],
 ) -> None:

@@ -152,6 +152,7 @@ class LocalEpisodes:
             ends_when_cut,
             section.instances,
             self.max_characters,
+            section.max_failed_calls,
         )
 
     def check_rows(self, run: Run, prompts: Sequence[Prompt]) -> None:
