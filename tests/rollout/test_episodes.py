@@ -17,7 +17,7 @@ from holdfast.rollout.episodes.calls import FAMILIES, parser_of_family
 from holdfast.rollout.episodes.episode import Episode
 from holdfast.rollout.episodes.history import TurnTemplate
 from holdfast.rollout.episodes.proof import proved_parser
-from holdfast.training.policy.episodes import group_of
+from holdfast.training.policy.episode_groups import group_of, trajectory_of_episode
 from holdfast.types import Finish, Prompt
 from tests.rollout.conftest import GUESS, ScriptedEngine
 from tests.rollout.test_episode_tokens import ADD, CHATML, FORGETFUL, THOUGHTLESS, bpe
@@ -243,7 +243,7 @@ def test_a_completion_is_what_the_policy_said_whatever_role_an_environment_takes
 
     episodes = play(engine, [{}], source=source)
     prompt = Prompt(0, episodes[0].request.prompt, "", {})
-    group = group_of(prompt, episodes, SamplingConfig(), engine.tokenizer)
+    group = group_of(prompt, [trajectory_of_episode(one, SamplingConfig()) for one in episodes], engine.tokenizer)
 
     assert told(episodes[0])[-1] == "assistant: the right answer"
     assert group.trajectories[0].completion == "no idea"
