@@ -1,11 +1,13 @@
-"""Episodes of the next steps on their way (`rollout.max_staleness` with `environment`): versions by turn, resumes, kills."""
+"""Episodes of the next steps on their way (`rollout.max_staleness`): versions by turn, corrections, resumes, kills."""
 
 from __future__ import annotations
 
+import base64
+import copy
+import gzip
 import json
 import random
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,20 @@ from holdfast.rollout.sampling import mixed
 from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 from tests.features.vllm.served import AHEAD, REWARD, ServedModel, served_tree, serving
-from tests.features.vllm.test_served_runs import LONGEST_WAIT, OF_A_STEP, OF_THE_WALK, ahead_of, recorded, run, stopping_at_2
+from tests.features.vllm.test_served_runs import (
+    LONGEST_WAIT,
+    OF_A_STEP,
+    OF_THE_WALK,
+    ahead_of,
+    recorded,
+    run,
+    stopping_at_2,
+)
 from tests.rewards.conftest import wait_for
 
 TURNS = 2
+CAP = 1.02
+"""Of a token's weight."""
 WORLD = """
 from holdfast.environments.base import Observation
 class World:
@@ -65,7 +77,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def episode_tree(urls: list[str], place: Path, kind: str, staleness: int = 2, **sections: Any) -> dict[str, Any]:
     """Return a run of episodes of two turns that are sampled ahead, and recorded; write what they need."""
     (place / "world.py").write_text(WORLD + AGENT)
-    tree = served_tree(urls, str(place), **AHEAD, environment=KINDS[kind], reward=["environment", "reward.py:even"])
+    tree = served_tree(
+        urls, str(place), **copy.deepcopy(AHEAD), environment=KINDS[kind], reward=["environment", "reward.py:even"]
+    )
     tree["rollout"] |= {"max_staleness": staleness, "record": True}
     tree["data"] |= {"max_length": 96}
     return tree | sections
@@ -78,11 +92,17 @@ def second_turns_of(tree: dict[str, Any], step: int) -> set[int]:
     return {mixed(mixed(seed, step, prompt, place), 1) for prompt in prompts for place in range(2)}
 
 
-def turns_of(one: dict[str, Any]) -> list[tuple[int, slice]]:
-    """Return (version, tokens) of each stretch of a recorded episode that the policy chose."""
+def chosen_of(one: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return (place, version) of each token of a recorded episode that the policy chose."""
     edges = [*(start for start, _ in one["versions"]), len(one["tokens"])]
     pairs = zip(one["versions"], edges[1:], strict=True)
-    return [(version, slice(start, end)) for (start, version), end in pairs if version >= 0]
+    return [(place, version) for (start, version), end in pairs if version >= 0 for place in range(start, end)]
+
+
+def versions_of(saved: dict[str, Any]) -> list[int]:
+    """Return the version of each token of a saved episode that the policy chose."""
+    tokens = len(base64.b64decode(saved["tokens"])) // 4
+    return [version for _, version in chosen_of({"versions": saved["segments"], "tokens": range(tokens)})]
 
 
 def keys(directory: Path, step: int) -> list[int]:
@@ -96,7 +116,7 @@ class Watched(ServedModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.weights: list[dict[str, torch.Tensor]] = []
-        self.pushes_of: dict[tuple[int, ...], int] = {}
+        self.pushes_of: dict[tuple[int, ...], list[int]] = {}
         self.on_event, self.answer = self._look, self._told
 
     def _look(self) -> None:
@@ -106,20 +126,23 @@ class Watched(ServedModel):
     def _told(self, path: str, told: Any) -> Any:
         if path == "/inference/v1/generate" and "choices" in told:
             choice = told["choices"][0]
-            (span,) = choice["weight_versions"]
-            self.pushes_of[tuple(choice["token_ids"])] = int(span["version"].rpartition("-")[2])
+            spans = choice["weight_versions"]
+            ends = [*(span["start"] for span in spans[1:]), len(choice["token_ids"])]
+            numbers = [int(span["version"].rpartition("-")[2]) for span in spans]
+            pushes = [
+                number
+                for number, span, end in zip(numbers, spans, ends, strict=True)
+                for _ in range(span["start"], end)
+            ]
+            self.pushes_of[tuple(choice["token_ids"])] = pushes
         return told
-
-    def weights_of(self, version: int) -> dict[str, torch.Tensor]:
-        """Return the weights after so many updates: the walk and step 1 push those before the first."""
-        return self.weights[version + 1]
 
 
 @pytest.mark.cases("all")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_turn_has_its_own_version_and_is_corrected_by_it(tmp_path: Path, kind: str) -> None:
     """The second turns of the third step wait for the second step's push, and episodes go on with its weights."""
-    waited, of_the_third, begun = list[bool](), set[int](), threading.Event()
+    waited, of_the_third = list[bool](), set[int]()
 
     def slow(seed: int) -> float:
         if seed in of_the_third:
@@ -128,61 +151,63 @@ def test_each_turn_has_its_own_version_and_is_corrected_by_it(tmp_path: Path, ki
 
     served = Watched(slow=slow)
     with serving(served) as url:
-        evaluation = {"every_steps": 2, "sets": {"e": {"synthetic": {"task": "sort", "rows": 2}}}}
+        sets = {"e": {"synthetic": {"task": "sort", "rows": 2}}}
+        evaluation = {"every_steps": 2, "sets": sets, "sampling": {"temperature": 1.0}}
         tree = episode_tree([url], tmp_path, kind, evaluation=evaluation)
+        tree["correction"]["cap"] = CAP
         of_the_third |= second_turns_of(tree, 2)
         run(tmp_path, tree)
 
-    del begun
     assert waited == [True] * OF_A_STEP
     lines = [line for line in read_metrics(tmp_path / "r" / METRICS) if "loss" in line]
-    for step in range(1, 5):
-        weights, differences = list[float](), list[float]()
-        for one in recorded(tmp_path, step):
-            turns = turns_of(one)
-            assert [tuple(one["tokens"][part]) in served.pushes_of for _, part in turns] == [True] * TURNS
-            versions = [max(0, served.pushes_of[tuple(one["tokens"][part])] - 2) for _, part in turns]
-            assert [version for version, _ in turns] == versions
-            assert versions == sorted(versions)
-            assert max(0, step - 3) <= versions[0] <= step - 1
-            if step == 3:
-                assert versions == [0, 1]
-            for version, part in turns:
-                own = by_hand(served.weights_of(version), served, tmp_path, step, one, part)
-                present = by_hand(served.weights_of(step - 1), served, tmp_path, step, one, part)
-                told = np.array(one["sampler_logprobs"][part])
-                np.testing.assert_allclose(told, own, atol=2e-5)
-                weights += np.minimum(np.exp(present - told), 2.0).tolist()
-                differences += np.abs(present - told).tolist()
-        line = lines[step - 1]
-        np.testing.assert_allclose(line["sampling/sampling_logp_difference/mean"], np.mean(differences), atol=1e-5)
-        np.testing.assert_allclose(line["sampling/importance_sampling_ratio/mean"], np.mean(weights), atol=1e-5)
-    assert max(lines[2]["sampling/sampling_logp_difference/max"], 0) > 1e-3
+    for step in range(1, 4):  # the weights of the fourth are pushed to nobody
+        terms, ratios = list[float](), list[float]()
+        for group in groups(tmp_path, step):
+            rewards = np.array([told["reward"] for told in group["facts"]["completions"]])
+            is_flat = np.ptp(rewards) == 0
+            advantages = np.zeros(2) if is_flat else (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            for one, advantage in zip(group["completions"], advantages, strict=True):
+                places, versions = map(np.array, zip(*chosen_of(one), strict=True))
+                said = np.split(np.array(one["tokens"])[places], np.cumsum(one["episode"]["turn_lengths"])[:-1])
+                pushes = [push for turn in said for push in served.pushes_of[tuple(turn.tolist())]]
+                assert len(said) == TURNS
+                assert versions.tolist() == np.maximum(0, np.array(pushes) - 2).tolist() == sorted(versions)
+                assert max(0, step - 3) <= versions[0] <= versions[-1] <= step - 1
+                assert step != 3 or versions[0] == 0 < versions[-1]
+                told = np.array(one["sampler_logprobs"])[places]
+                for version in set(versions.tolist()):
+                    own = by_hand(served, version, group["prompt"], one["tokens"])[places]
+                    np.testing.assert_allclose(told[versions == version], own[versions == version], atol=2e-5)
+                present = by_hand(served, step - 1, group["prompt"], one["tokens"])[places]
+                ratios += np.exp(present - told).tolist()
+                terms += (-advantage * np.minimum(np.exp(present - told), CAP)).tolist()
+        np.testing.assert_allclose(lines[step - 1]["loss"], np.mean(terms), atol=1e-5)
+        mean = lines[step - 1]["sampling/importance_sampling_ratio/mean"]
+        np.testing.assert_allclose(mean, np.mean(ratios), atol=1e-5)
+        assert step != 3 or max(ratios) > CAP
 
 
-def by_hand(
-    weights: dict[str, torch.Tensor], served: ServedModel, place: Path, step: int, one: dict[str, Any], part: slice
-) -> np.ndarray[Any, Any]:
-    """Return log-probabilities of a turn by plain transformers in float64, behind all that is before it."""
-    import copy
-
-    model = copy.deepcopy(served.model).double()
-    model.load_state_dict(weights)
-    prompt = prompt_of(place, step, one["sample_id"] >> 20)
-    tokens = torch.tensor([prompt + one["tokens"]])
-    with torch.no_grad():
-        logprobs = model(input_ids=tokens).logits[0, :-1].log_softmax(-1)
-    chosen = logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
-    return chosen[len(prompt) - 1 + part.start : len(prompt) - 1 + part.stop]
-
-
-def prompt_of(place: Path, step: int, prompt_id: int) -> list[int]:
-    import gzip
-
+def groups(place: Path, step: int) -> list[dict[str, Any]]:
+    """Return the recorded groups of a step."""
     with gzip.open(place / "r" / "rollouts" / f"step-{step:08d}.jsonl.gz", "rt") as file:
-        lines = [json.loads(line) for line in [*file][1:]]
-    prompt: list[int] = next(line["prompt"] for line in lines if line["prompt_id"] == prompt_id)
-    return prompt
+        return [json.loads(line) for line in [*file][1:]]
+
+
+def by_hand(served: Watched, version: int, prompt: list[int], tokens: list[int]) -> np.ndarray[Any, Any]:
+    """Return [L] log-probabilities of the tokens behind a prompt by plain transformers in float64.
+
+    Args:
+        served: Has the weights of each push; the walk and step 1 push those before the first update.
+        version: Updates that the weights have had.
+        prompt: [P]
+        tokens: [L]
+    """
+    model = copy.deepcopy(served.model).double()
+    model.load_state_dict(served.weights[version + 1])
+    row = torch.tensor([prompt + tokens])
+    with torch.no_grad():
+        logprobs = model(input_ids=row).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, row[0, 1:, None])[len(prompt) - 1 :, 0].numpy()
 
 
 @pytest.mark.cases("all")
@@ -221,22 +246,23 @@ def test_a_resume_takes_episodes_that_had_ended_and_samples_the_rest_again(tmp_p
     for one in saved:
         trained = {each["sample_id"]: each for each in recorded(tmp_path, one["step"] + 1)}
         same = trained[one["request_id"] * 2**20 + one["place"]]
-        assert [list(pair) for pair in one["segments"] if pair[1] >= 0] != []
-        assert [version for _, version in one["segments"] if version >= 0] == [version for version, _ in turns_of(same)]
+        assert versions_of(one) == [version for _, version in chosen_of(same)]
         assert same["episode"]["turn_rewards"] == one["episode"]["turn_rewards"]
         assert same["text"] == one["last_text"]
 
 
 def test_an_environment_that_dies_ahead_of_its_step_is_a_counted_sample(tmp_path: Path) -> None:
     with serving(ServedModel()) as url:
-        tree = episode_tree([url], tmp_path, "environment", environment={"path": "world.py:Mortal", "on_cut": "continue"})
+        tree = episode_tree(
+            [url], tmp_path, "environment", environment={"path": "world.py:Mortal", "on_cut": "continue"}
+        )
         run(tmp_path, tree)
 
     lines = [line for line in read_metrics(tmp_path / "r" / METRICS) if "loss" in line]
     shares = [line.get("environment/ended/fault", 0.0) for line in lines]
     assert len(lines) == 4
     assert any(0 < share < 1 for share in shares)
-    assert [line["reward/error"] for line in lines] == shares
+    assert [line["reward/error"] for line in lines] == [OF_A_STEP * share for share in shares]
 
 
 def test_processes_of_environments_that_die_ahead_of_their_step_are_one_paragraph(tmp_path: Path) -> None:
@@ -263,7 +289,8 @@ def test_processes_of_environments_that_die_ahead_of_their_step_are_one_paragrap
 def test_instances_are_of_a_rank_and_not_of_a_step(tmp_path: Path) -> None:
     counting = (
         "import os, time, pathlib\nfrom world import World as Mild\nclass World(Mild):\n"
-        "    def begin(self, row):\n        self.mark = pathlib.Path(PLACE) / str(os.getpid())\n        self.mark.touch()\n"
+        "    def begin(self, row):\n        self.mark = pathlib.Path(PLACE) / str(os.getpid())\n"
+        "        self.mark.touch()\n"
         "        with open(PLACE + '.log', 'a') as log:\n            print(len(os.listdir(PLACE)), file=log)\n"
         "    def close(self):\n        self.mark.unlink()\n"
     ).replace("PLACE", repr(str(tmp_path / "living")))
@@ -322,8 +349,8 @@ def test_twenty_kills_lose_no_episode_and_train_none_twice(warm: WarmPython, tmp
             if of_step == step - 1:
                 same = trained[prompt * 2**20 + place]
                 lost += same["episode"]["turn_rewards"] != one["episode"]["turn_rewards"]
-                lost += [v for v, _ in turns_of(same)] != [v for _, v in one["segments"] if v >= 0]
-        ages = {step - 1 - version for one in trained.values() for version, _ in turns_of(one)}
+                lost += versions_of(one) != [version for _, version in chosen_of(same)]
+        ages = {step - 1 - version for one in trained.values() for _, version in chosen_of(one)}
         assert max(ages) <= 2
     assert saved
     assert lost == 0, "an episode that had ended was sampled again"
