@@ -308,8 +308,8 @@ def test_instances_are_of_a_rank_and_not_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_kills_lose_no_episode_and_train_none_twice(warm: WarmPython, tmp_path: Path, kind: str) -> None:
-    """A run of 8 steps is killed at 20 events of its server, drawn by a seed, and started again each time."""
-    draw, steps = random.Random(60), 8
+    """A run of 16 steps is killed at 20 events of its server, drawn by a seed, and started again each time."""
+    draw, steps = random.Random(60), 16
     straight = tmp_path / "straight"
     straight.mkdir()
     with serving(ServedModel()) as url:
@@ -320,10 +320,13 @@ def test_twenty_kills_lose_no_episode_and_train_none_twice(warm: WarmPython, tmp
     with serving(served) as url:
         tree = episode_tree([url], tmp_path, kind, steps=steps)
         tree["run"]["dir"] = "."
+        # Before each save, so that episodes ahead have ended; the run is killed then, too.
+        (tmp_path / "late.py").write_text("import time\ndef save(event):\n    time.sleep(0.5)\n")
+        tree["observers"] = ["late.py:save"]
         write_run(tmp_path / "run.yaml", tree)
         command = [str(warm.program), "-m", "holdfast.cli.main", "grpo", "run.yaml"]
         while killed < 20:
-            until = len(served.events) + draw.randint(2 * OF_THE_WALK + 10, 2 * OF_THE_WALK + 70)
+            until = len(served.events) + draw.randint(2 * OF_THE_WALK + 50, 2 * OF_THE_WALK + 130)
             with (tmp_path / "log").open("a") as log:
                 process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
                 while process.poll() is None and len(served.events) < until:
