@@ -115,7 +115,7 @@ class EpisodeSummary:
     """Of these, those that the episode began with."""
     turns: int
     ended: str
-    """By what: done, turns, room, seconds, cut, fault."""
+    """By what: done, turns, room, seconds, cut, failed_calls, fault."""
     reward: float
     """The environment's, summed."""
     turn_rewards: tuple[float, ...]

@@ -124,14 +124,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"environment": {"kind": "endpoint", "command": ["agent"]}, "advantage": {"turns": "discounted"}},
         "advantage.turns: an agent may ask several things at once, which have no order; use episode",
     ),
-    "sampling ahead": (
-        {
-            "environment": TOOL,
-            "rollout": {"max_staleness": 1, "engine": {"kind": "vllm", "url": "http://127.0.0.1:8"}},
-            "correction": {"kind": "truncate"},
-        },
-        "rollout.max_staleness: episodes are not sampled ahead of their step; use 0 with an environment",
-    ),
 }
 
 

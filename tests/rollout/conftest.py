@@ -95,6 +95,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
         interrupted = options.pop("interrupted", lambda: False)
         limits |= {name: options.pop(name) for name in [*limits] if name in options}
         config = EnvironmentConfig.model_validate({"path": "world.py:World", **options})
+        limits["max_failed_calls"] = config.max_failed_calls
         pools.append(EnvironmentPool(config, tmp_path, tmp_path / "logs"))
         pools[-1].start()
         template = ChatTemplate(engine.tokenizer, engine.tokenizer.chat_template or CHATML, {}, "it")

@@ -101,7 +101,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
         requests = [
             EpisodeRequest(0, place, 5 + place, (), prompt, row, writer, None) for place, row in enumerate(rows)
         ]
-        limits = Limits(config.max_turns, max_length, 40, None, False, config.instances, max_characters)
+        limits = Limits(
+            config.max_turns, max_length, 40, None, False, config.instances, max_characters, config.max_failed_calls
+        )
 
         def decoded(tokens: list[int], plain: bool) -> str:
             return decode(engine.tokenizer.decode(tokens, skip_special_tokens=plain))
@@ -327,6 +329,30 @@ def test_budgets_end_an_episode_and_the_agent_is_told_which(run: Run, tmp_path: 
     assert [episode.finish for episode in episodes] == [Finish.LENGTH] * 3
     assert json.loads((tmp_path / "turns.json").read_text()) == ["rate_limit_exceeded"]
     assert json.loads((tmp_path / "room.json").read_text()) == ["context_length_exceeded"]
+
+
+def test_calls_that_cannot_be_read_end_an_episode_and_the_agent_is_told(run: Run, tmp_path: Path) -> None:
+    source = f"""
+    TOOL = {{"type": "function", "function": {{"name": "add", "parameters": {{"type": "object", "properties": {{}}}}}}}}
+    def agent(row, base_url, api_key):
+        messages = [user("play")]
+        while True:
+            answer = ask(base_url, api_key, messages, tools=[TOOL])
+            if "error" in answer:
+                json.dump(answer["error"], open({str(tmp_path)!r} + "/refused.json", "w"))
+                return 0.25
+            messages += [said(answer), user("once more")]
+    """
+    words = ["<tool_call>{", "well", "<tool_call>{", "<tool_call>{"]
+    engine = ScriptedEngine(bpe(), lambda text: words[text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = run(engine, source, max_failed_calls=2)
+
+    assert (episode.ended, episode.finish, episode.turn_count) == ("failed_calls", Finish.STOP, 4)
+    assert (episode.failed_calls, episode.reward) == (3, 0.25)
+    refused = json.loads((tmp_path / "refused.json").read_text())
+    assert refused["code"] == "rate_limit_exceeded"
+    assert "environment.max_failed_calls=2" in refused["message"]
 
 
 def test_an_agent_that_hangs_dies_or_returns_garbage_ends_its_own_episode_alone(run: Run) -> None:

@@ -17,7 +17,7 @@ from holdfast.rollout.episodes.calls import FAMILIES, parser_of_family
 from holdfast.rollout.episodes.episode import Episode
 from holdfast.rollout.episodes.history import TurnTemplate
 from holdfast.rollout.episodes.proof import proved_parser
-from holdfast.training.policy.episodes import group_of
+from holdfast.training.policy.episode_groups import group_of, trajectory_of_episode
 from holdfast.types import Finish, Prompt
 from tests.rollout.conftest import GUESS, ScriptedEngine
 from tests.rollout.test_episode_tokens import ADD, CHATML, FORGETFUL, THOUGHTLESS, bpe
@@ -95,6 +95,26 @@ def test_calls_are_run_and_those_that_fail_are_told_to_the_policy(play: Callable
     assert told(episode)[6] == "tool: error: there is no tool sub; there is add"
     assert told(episode)[7] == "assistant: it is 46."
     assert (dict(episode.called), episode.failed_calls) == ({"add": 1, "unknown": 2}, 2)
+
+
+@pytest.mark.parametrize(("most", "turns"), [(1, 2), (2, 4), (3, 6), (None, 6)])
+def test_calls_that_fail_in_a_row_end_their_episode(
+    play: Callable[..., list[Episode]], most: int | None, turns: int
+) -> None:
+    good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    said = [good, '<tool_call>{"name": "add", "arg', good, *3 * ['<tool_call>{"name": "sub"}</tool_call>']]
+    if most == 2:
+        said[3] = "".join(said[3:5])  # both calls of one turn
+    engine = ScriptedEngine(bpe(), lambda text: said[text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = play(
+        engine, [{}], path=None, tools="tools.py:add", max_new_tokens=80, max_length=1600, max_turns=6,
+        max_failed_calls=most,
+    )  # fmt: skip
+
+    assert (episode.ended, episode.turn_count) == ("failed_calls" if most else "turns", turns)
+    assert episode.finish is (Finish.STOP if most else Finish.LENGTH)
+    assert episode.messages[-1]["role"] == "tool", "what went wrong last is told"
 
 
 def test_a_turn_that_is_cut_ends_its_episode_or_goes_on_with_an_end_that_nobody_chose(
@@ -223,7 +243,7 @@ def test_a_completion_is_what_the_policy_said_whatever_role_an_environment_takes
 
     episodes = play(engine, [{}], source=source)
     prompt = Prompt(0, episodes[0].request.prompt, "", {})
-    group = group_of(prompt, episodes, SamplingConfig(), engine.tokenizer)
+    group = group_of(prompt, [trajectory_of_episode(one, SamplingConfig()) for one in episodes], engine.tokenizer)
 
     assert told(episodes[0])[-1] == "assistant: the right answer"
     assert group.trajectories[0].completion == "no idea"

@@ -18,7 +18,7 @@ from holdfast.rollout.engine import Sampled
 from holdfast.rollout.episodes.episode import Episode, EpisodeRequest
 from holdfast.rollout.episodes.history import TurnTemplate
 from holdfast.rollout.episodes.tokens import EpisodeTokens
-from holdfast.training.policy.episodes import group_of
+from holdfast.training.policy.episode_groups import group_of, trajectory_of_episode
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import episode_metrics
 from holdfast.training.policy.samples import SampleRow, sample_line, sample_table
@@ -46,7 +46,7 @@ def episodes() -> tuple[Prompt, list[Episode]]:
 def test_a_group_shares_what_all_of_its_episodes_begin_with() -> None:
     prompt, begun = episodes()
 
-    group = group_of(prompt, begun, SamplingConfig(), character_tokenizer())
+    group = group_of(prompt, [trajectory_of_episode(one, SamplingConfig()) for one in begun], character_tokenizer())
 
     assert group.prompt.tokens.tolist() == [4, 9, 10]
     assert [trajectory.tokens.size for trajectory in group.trajectories] == [13, 7, 4]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Answer:
 class EnvironmentPool(WorkerPool):
     """Environments in processes that can be killed, one for each episode.
 
+    Several threads may have episodes at the same time: each is told the answers of its own.
+
     Args:
         config: What they are made of.
         base: The YAML's directory, where files are looked up.
@@ -45,6 +48,11 @@ class EnvironmentPool(WorkerPool):
         super().__init__("environment", log_dir, silent_seconds)
         self._config, self._base = config, base
         self._numbered = 0
+        self._living: set[int] = set()
+        """Episodes that were admitted and not left."""
+        self._admitting, self._receiving = threading.Lock(), threading.Lock()
+        self._unread: dict[int, list[Answer]] = {}
+        """Answers that nobody has taken, by episodes of which something was asked and that were not left."""
         self.before_step: Callable[[], None] = lambda: None
         """Called before episodes begin."""
         self.tools: Mapping[str, tuple[Mapping[str, Any], ...]] = {}
@@ -97,6 +105,14 @@ class EnvironmentPool(WorkerPool):
         first, self._numbered = self._numbered, self._numbered + count
         return first
 
+    def admit(self, episode: int) -> bool:
+        """Return whether an episode may begin, which then counts as an instance until it is left."""
+        with self._admitting:
+            is_admitted = len(self._living) < self._config.instances
+            if is_admitted:
+                self._living.add(episode)
+            return is_admitted
+
     def begin(self, episode: int, row: Mapping[str, Any], seed: int) -> None:
         """Ask for a new environment that starts from a row."""
         self._request(episode, "begin", dict(row), seed)
@@ -115,21 +131,45 @@ class EnvironmentPool(WorkerPool):
 
     def leave(self, episode: int) -> None:
         """Close an environment; there is no answer."""
+        self._unread.pop(episode, None)
+        with self._admitting:
+            self._living.discard(episode)
         self._leave(episode)
 
-    def answers(self, wait_seconds: float | None = 0.0) -> list[Answer]:
+    def answers(self, wait_seconds: float | None = 0.0, episodes: Collection[int] | None = None) -> list[Answer]:
         """Return the answers that have come.
 
         Args:
-            wait_seconds: Longest wait for the first; None waits for it.
+            wait_seconds: Longest wait for the first of anybody's; None waits for it.
+            episodes: Whose; None: all.
 
         Raises:
             RunStopped: The process that keeps the environments died, or has been silent for too long although
                 something is asked of it.
         """
-        return [self._answer_of(reply) for reply in self._receive(wait_seconds)]
+        if self._receiving.acquire(timeout=-1 if wait_seconds is None else wait_seconds):
+            try:
+                if not (taken := self._taken(episodes)):
+                    for reply in self._receive(wait_seconds):
+                        # Of an episode that was left nobody wants to know.
+                        self._unread.get(reply.key, []).append(self._answer_of(reply))
+            finally:
+                self._receiving.release()
+            if taken:
+                return taken
+        return self._taken(episodes)
+
+    def _taken(self, episodes: Collection[int] | None) -> list[Answer]:
+        """Return what has come for episodes and was not taken."""
+        numbers = list(self._unread) if episodes is None else episodes
+        taken: list[Answer] = []
+        for unread in [self._unread[number] for number in numbers if number in self._unread]:
+            while unread:
+                taken.append(unread.pop(0))
+        return taken
 
     def _request(self, episode: int, name: str, *arguments: object) -> None:
+        self._unread.setdefault(episode, [])
         self._ask(episode, (name, *arguments), self._config.timeout_seconds, begins=name in {"begin", "run"})
 
     def _answer_of(self, reply: Reply) -> Answer:

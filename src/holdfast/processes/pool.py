@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class Reply:
 class WorkerPool:
     """Workers in processes that can be killed; a context manager that starts and closes them.
 
+    Threads may ask at the same time; one at a time receives.
+
     A fork server stands between this process and the workers, which are known by keys. It sends a message every second
     while it works on a request; after `silent_seconds` without one it is killed.
 
@@ -76,6 +79,9 @@ class WorkerPool:
         self.log_is_named = False
         """Whether an error message has named the log, which must then be kept."""
         self._new_log: str | None = None
+        self._sending = threading.Lock()
+        self._given_up: RunStopped | None = None
+        """Reason why the fork server was ended, which every thread is told."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -233,7 +239,8 @@ class WorkerPool:
     def _send(self, *message: object) -> None:
         requests, _ = self._channels()
         try:
-            framing.write(requests, pickle.dumps(message), self._silent_seconds)
+            with self._sending:
+                framing.write(requests, pickle.dumps(message), self._silent_seconds)
         except BrokenPipeError:
             raise self._died() from None
         except TimeoutError:
@@ -241,10 +248,11 @@ class WorkerPool:
 
     def _hangs(self) -> RunStopped:
         self._end(0.0)
-        return RunStopped(
+        self._given_up = RunStopped(
             f"The {self._kind} processes have said nothing for {self._silent_seconds:g} s. Read {self._log()}; they "
             "may have been stopped, or hang in a file system. Then start the run again."
         )
+        return self._given_up
 
     def _died(self) -> RunStopped:
         return RunStopped(
@@ -265,6 +273,8 @@ class WorkerPool:
         return f" with signal {-code}" if code < 0 else f" with exit code {code}"
 
     def _channels(self) -> tuple[int, int]:
+        if self._process is None and self._given_up is not None:
+            raise self._given_up
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -70,7 +70,9 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
         try:
             return fit(training, partial(grpo_step, training), partial(evaluate_policy, training.evaluation))
         finally:
-            training.evaluation.sampler.engine.close()  # or what is sampled ahead would be waited for
+            if training.ahead is not None:
+                training.ahead.close()  # or what is sampled ahead would be waited for
+            training.evaluation.sampler.engine.close()
 
 
 def grpo_step(training: PolicyTraining) -> dict[str, float] | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.content.image_files import ImageFiles, pixel_digest, png_url
 from holdfast.errors import DataError
-from holdfast.types import Finish, Group, Prompt, PromptImages
+from holdfast.types import EpisodeSummary, Finish, Group, Prompt, PromptImages
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,20 @@ class Request:
     """[A, P] of the prompt's tokens; None where all are 0, 1, 2, ..."""
     images: RequestImages | None = None
     """None where the prompt has none."""
+    row: Mapping[str, Any] | None = None
+    """Columns of the prompt's row, where an episode begins with it."""
+
+
+class EndedEpisode(NamedTuple):
+    """What an episode came to."""
+
+    summary: EpisodeSummary
+    last_text: str
+    """What the policy said last."""
 
 
 class Sampled(NamedTuple):
-    """A sampled completion."""
+    """A sampled completion, or an episode, whose tokens are all that it is trained as, its prompt included."""
 
     request_id: int
     """Number of the request."""
@@ -91,6 +101,8 @@ class Sampled(NamedTuple):
     """(first token, weights version) of each part, if the weights changed during the completion; else empty"""
     unscored: int = 0
     """Number of tokens without a log-probability from the engine; theirs is NaN, and no correction applies to them"""
+    episode: EndedEpisode | None = None
+    """None of a completion; the segments of an episode have version -1 where the policy chose nothing"""
 
 
 Interrupted = Callable[[], bool]
@@ -105,6 +117,9 @@ class Flight(Protocol):
 
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all, as `RolloutEngine.collect` does."""
+
+    def end(self) -> None:
+        """Give up what is not done."""
 
 
 @runtime_checkable
@@ -182,6 +197,18 @@ class EpisodeEngine(Protocol):
 
     def converse(self, source: TurnSource, sampling: SamplingConfig, interrupted: Interrupted = lambda: False) -> None:
         """Sample until a source has no more turns."""
+
+
+Conversation = Callable[[TurnSource, Interrupted], None]
+"""Samples until a source has no more turns, in any thread; once interrupted it ends early."""
+
+
+@runtime_checkable
+class AheadEpisodeEngine(Protocol):
+    """An engine that can sample turns in the background while this process trains."""
+
+    def conversation(self, sampling: SamplingConfig) -> Conversation:
+        """Return what samples turns from the present weights, or newer ones; it is called once."""
 
 
 def converse(

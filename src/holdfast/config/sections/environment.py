@@ -40,6 +40,8 @@ class EnvironmentConfig(Section):
     tools too."""
     max_turns: PositiveInt = 8
     """Turns after which an episode ends."""
+    max_failed_calls: PositiveInt | None = None
+    """Calls in a row that cannot be read or made, or whose tool raises, after which an episode ends; null: no limit."""
     max_seconds: Positive | None = None
     """Seconds after which no further turn begins; null: no limit."""
     on_cut: Literal["end", "continue"] = "end"
@@ -80,6 +82,8 @@ class AgentConfig(Section):
     """Further arguments of the function."""
     max_turns: PositiveInt = 8
     """Completions that an agent may ask for; a further one is refused."""
+    max_failed_calls: PositiveInt | None = None
+    """Calls in a row that cannot be read, after which a further completion is refused; null: no limit."""
     timeout_seconds: Positive = 600.0
     """Longest time of an agent, after which its process is killed."""
     memory_mib: PositiveInt = 4096

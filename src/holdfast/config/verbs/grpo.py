@@ -276,8 +276,6 @@ class GRPOConfig(TrainingConfig):
                 "objective.kind",
                 "gspo is one term per sequence, and turns: discounted is one per turn; use gspo_token",
             )
-        if self.rollout.max_staleness:
-            yield "rollout.max_staleness", "episodes are not sampled ahead of their step; use 0 with an environment"
         if self.critic is not None:
             yield "critic", "it passes rewards back within one answer; compare episodes, by advantage: grpo for example"
 

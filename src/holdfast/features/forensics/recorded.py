@@ -165,6 +165,9 @@ class _RecordedFlight:
         """Return all completions."""
         return list(self._completions)
 
+    def end(self) -> None:
+        """Have nothing to give up."""
+
 
 def _read(path: Path) -> _Completions:
     """Read a step's completions.

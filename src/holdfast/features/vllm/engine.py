@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,12 +13,14 @@ from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.features.vllm.flight import PendingCompletion, VLLMFlight
 from holdfast.features.vllm.servers import Fleet, VLLMServer
-from holdfast.rollout.engine import Interrupted, Request, Sampled, TurnSource
+from holdfast.rollout.engine import Conversation, Interrupted, Request, Sampled, TurnSource
 from holdfast.rollout.sampling import Stops
 
 
 class VLLMEngine:
-    """Samples from servers; implements `RolloutEngine`, `AheadEngine` and `EpisodeEngine` of `rollout/engine.py`.
+    """Samples from servers; implements four protocols of `rollout/engine.py`.
+
+    They are `RolloutEngine`, `AheadEngine`, `EpisodeEngine` and `AheadEpisodeEngine`.
 
     Args:
         section: The `rollout.engine` section of the run.
@@ -33,7 +36,7 @@ class VLLMEngine:
         """All that may have requests on their way."""
         self._submitted: list[VLLMFlight] = []
         self._mark = secrets.token_hex(4)
-        self._count = 0
+        self._numbers = itertools.count(1)
 
     def expect(self, label: str, version: int) -> None:
         """Take samples from weights called `label`, which are of `version`."""
@@ -91,8 +94,7 @@ class VLLMEngine:
         items = []
         for request in requests:
             for index in range(len(request.seeds)):
-                self._count += 1
-                items.append(PendingCompletion(f"{self._mark}-{self._count}", request, index))
+                items.append(PendingCompletion(f"{self._mark}-{next(self._numbers)}", request, index))
         return items
 
     def converse(self, source: TurnSource, sampling: SamplingConfig, interrupted: Interrupted = lambda: False) -> None:
@@ -101,16 +103,25 @@ class VLLMEngine:
         Raises:
             RunStopped: As `collect`.
         """
+        self.conversation(sampling)(source, interrupted)
+
+    def conversation(self, sampling: SamplingConfig) -> Conversation:
+        """Return what samples turns, in any thread; pushes meet its requests as those of other completions."""
         flight = self.begin((), sampling)
-        try:
-            while True:
-                requests = source.ready(wait=flight.has_returned_all)
-                flight.add(self._items(requests))
-                if flight.has_returned_all:
-                    return
-                source.finished(flight.next_finished(interrupted))
-        finally:
-            flight.end()
+        flight.is_open = True
+
+        def run(source: TurnSource, interrupted: Interrupted) -> None:
+            try:
+                while True:
+                    requests = source.ready(wait=flight.has_returned_all)
+                    flight.add(self._items(requests))
+                    if flight.has_returned_all:
+                        return
+                    source.finished(flight.next_finished(interrupted))
+            finally:
+                flight.end()
+
+        return run
 
     def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Accept requests, and ask for them at once."""

@@ -75,6 +75,11 @@ class VLLMFlight:
         """By address."""
         self._returned: set[Future[Sampled]] = set()
         """Those that `next_finished` has returned."""
+        self.is_open = False
+        """Whether further completions may be asked for, and `next_finished` returns them, until it ends."""
+        self._held: list[PendingCompletion] = []
+        """Those that were added while weights are pushed and not yet proved."""
+        self._adding = threading.Lock()
         self._before_push: list[Sampled] | None = None
         self._given_up = threading.Event()
         self._interruptions = 0
@@ -90,9 +95,13 @@ class VLLMFlight:
         self._ask([item for item in items if (item.request.request_id, item.seed_index) not in self._done])
 
     def add(self, items: Sequence[PendingCompletion]) -> None:
-        """Ask for further completions."""
-        self._items += items
-        self._ask(items)
+        """Ask for further completions; while weights are pushed and not yet proved, ask once they are."""
+        with self._adding:
+            self._items += items
+            if self._before_push is None:
+                self._ask(items)
+            else:
+                self._held += items
 
     def _ask(self, items: Sequence[PendingCompletion]) -> None:
         self._futures |= {self._threads.submit(self._completed, item, self._parameters): item for item in items}
@@ -100,12 +109,20 @@ class VLLMFlight:
     def next_finished(self, interrupted: Interrupted) -> list[Sampled]:
         """Return completions that have come since the last call, after a moment's wait for one; all once interrupted.
 
+        While weights are pushed and not yet proved, nothing is returned.
+
         Raises:
-            RunStopped: As `collect`.
+            RunStopped: As `collect`; or another thread has given the flight up.
         """
-        pending = self._futures.keys() - self._returned
+        pending = set(self._futures) - self._returned  # a push that ends may add some meanwhile
         done, left = wait(pending, _TURN_SECONDS, FIRST_COMPLETED)
-        if left and interrupted():
+        is_interrupted = interrupted()
+        if self._given_up.is_set() and not is_interrupted:
+            raise RunStopped("The completions of an episode were given up, since the run ends.")
+        if self._before_push is not None and not is_interrupted:
+            time.sleep(_TURN_SECONDS)
+            return []
+        if left and is_interrupted:
             self._give_up(left)
             done = pending
         self._returned |= done
@@ -118,21 +135,25 @@ class VLLMFlight:
 
     def hold(self) -> None:
         """Count nothing as finished from here on: what comes may be of weights that fail their proof."""
-        self._before_push = self._finished()
+        with self._adding:
+            self._before_push = self._finished()
         if self._section.interrupt == "abandon":
             self._may_ask.clear()
             self._interruptions += 1
-            self._break_off([future for future in self._futures if not future.done()])
+            self._break_off([future for future in list(self._futures) if not future.done()])
 
     def release(self) -> None:
         """Count again what comes: the weights are proved."""
-        self._before_push = None
-        self._may_ask.set()
+        with self._adding:
+            self._before_push = None
+            self._may_ask.set()
+            self._ask(self._held)
+            self._held = []
 
     def _finished(self) -> list[Sampled]:
         done = {
             (item.request.request_id, item.seed_index): future.result()
-            for future, item in self._futures.items()
+            for future, item in list(self._futures.items())
             if future.done() and not future.cancelled() and future.exception() is None
         }
         complete = {key: sampled for key, sampled in done.items() if sampled.finish is not Finish.ABORT}
@@ -141,12 +162,12 @@ class VLLMFlight:
     @property
     def has_returned_all(self) -> bool:
         """Whether `next_finished` has returned every completion that was asked for."""
-        return self._returned == self._futures.keys()
+        return not self._held and len(self._returned) == len(self._futures)
 
     @property
     def is_done(self) -> bool:
-        """Whether no request is on its way."""
-        return all(future.done() for future in self._futures)
+        """Whether no request is on its way, and none will be."""
+        return not self.is_open and all(future.done() for future in list(self._futures))
 
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all completions, by request and place.
@@ -167,10 +188,14 @@ class VLLMFlight:
     def settle(self, interrupted: Interrupted) -> None:
         """Wait for what is on its way, which `collect` returns later, errors included."""
         self._await(interrupted)
+        while self.is_open and self._before_push is None and not self._given_up.is_set():
+            time.sleep(_TURN_SECONDS)  # turns that are not asked for yet
+            if interrupted():
+                self.give_up()
 
     def give_up(self) -> None:
         """End all requests without waiting for their completions."""
-        pending = [future for future in self._futures if not future.done()]
+        pending = [future for future in list(self._futures) if not future.done()]
         if pending:
             self._give_up(pending)
         self._given_up.set()  # those that no thread has begun end at once
@@ -178,6 +203,7 @@ class VLLMFlight:
 
     def end(self) -> None:
         """Give up, and see the threads end."""
+        self.is_open = False
         self.give_up()
         self._threads.shutdown(wait=self.is_done, cancel_futures=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from holdfast.environments.base import Message, StepResult
 from holdfast.environments.pool import Answer, EnvironmentPool
 from holdfast.processes.user_code import describe_error
 from holdfast.rollout.engine import Interrupted, Sampled
+from holdfast.rollout.episodes.calls import UNKNOWN
 from holdfast.rollout.episodes.chat_calls import (
     CallRefused,
     ChatCall,
@@ -112,10 +114,8 @@ class AgentLoop(EpisodeLoop):
         episode, turn = session.episode, session.episode.turn_count
         completion = _cut(completion, asked.max_tokens)
         answered = session.complete(prepared, completion)
-        for call in answered.calls:
-            episode.called[call.name if not call.mistake else "unknown"] += 1
         mistakes = sum(bool(call.mistake) for call in answered.calls)
-        episode.failed_calls += mistakes
+        episode.count_calls(Counter(UNKNOWN if call.mistake else call.name for call in answered.calls), mistakes)
         # A call that cannot be read is text to the agent.
         message = answer_message(answered.text, () if mistakes else answered.calls, turn)
         answered.answer = as_read_again(message)

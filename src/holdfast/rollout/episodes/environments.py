@@ -108,13 +108,14 @@ class EnvironmentLoop(EpisodeLoop):
         if episode.turn_rewards:
             episode.turn_rewards[-1] += result.reward
         episode.info |= result.info
-        episode.called.update(result.called)
-        episode.failed_calls += result.failed_calls
+        episode.count_calls(result.called, result.failed_calls)
         is_too_long = self._is_too_long(result.messages)
         episode.messages += _shortened(result.messages, self._limits.max_characters) if is_too_long else result.messages
         if episode.ended is not None or result.done:
             episode.ended = episode.ended or "done"
             self._leave(index)
+        elif session.has_failed_too_often:
+            self._end(index, "failed_calls")
         elif episode.turn_count >= self._limits.max_turns:
             self._end(index, "turns")
         elif is_too_long:

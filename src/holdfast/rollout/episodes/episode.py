@@ -17,9 +17,9 @@ from holdfast.rollout.episodes.history import TurnTemplate
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.types import Finish
 
-Ended = Literal["done", "turns", "room", "seconds", "cut", "fault", "aborted"]
-"""By its environment, at `max_turns`, at `data.max_length`, at `max_seconds`, by a turn that was cut, by an environment
-that failed twice, or since nobody wanted it any more."""
+Ended = Literal["done", "turns", "room", "seconds", "cut", "failed_calls", "fault", "aborted"]
+"""By its environment, at `max_turns`, at `data.max_length`, at `max_seconds`, by a turn that was cut, at
+`max_failed_calls`, by an environment that failed twice, or since nobody wanted it any more."""
 
 Decode = Callable[[list[int], bool], str]
 """Tokens to text; with True, special ones are left out."""
@@ -58,6 +58,8 @@ class Limits:
     instances: int
     max_characters: int = sys.maxsize
     """That `max_length` tokens can have: a conversation with more is not rendered."""
+    max_failed_calls: int | None = None
+    """In a row."""
 
 
 @dataclass
@@ -78,6 +80,8 @@ class Episode:
     info: dict[str, float] = field(default_factory=dict)
     called: Counter[str] = field(default_factory=Counter)
     failed_calls: int = 0
+    failed_in_a_row: int = 0
+    """Of these, the latest, if no call after them was made."""
     cut_turns: int = 0
     waited_seconds: float = 0.0
     """For its environment."""
@@ -99,11 +103,22 @@ class Episode:
         """Turns that the policy took."""
         return sum(sample.turn_count for sample in self.samples)
 
+    def count_calls(self, called: Mapping[str, int], failed: int) -> None:
+        """Count the calls of a turn.
+
+        Args:
+            called: Calls by tool; those of no tool may be missing.
+            failed: Calls that could not be made, or whose tool raised.
+        """
+        self.called.update(called)
+        self.failed_calls += failed
+        self.failed_in_a_row = self.failed_in_a_row + failed if failed and failed >= sum(called.values()) else 0
+
     @property
     def finish(self) -> Finish:
         """Why it ended, as a completion's end."""
         match self.ended:
-            case "done":
+            case "done" | "failed_calls":
                 return Finish.STOP
             case "fault":
                 return Finish.ERROR

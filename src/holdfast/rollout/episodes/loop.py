@@ -87,7 +87,7 @@ class EpisodeLoop(ABC):
             wait: Nothing else is to be done: return nothing only where nothing is left.
         """
         self._begin_waiting()
-        while self._at_work and not self._interrupted():
+        while (self._at_work or (self._waiting and not self._active)) and not self._interrupted():
             must_wait = self._in_order or (wait and not self._able)
             is_heard = self._listen(must_wait=must_wait)
             self._begin_waiting()
@@ -110,6 +110,11 @@ class EpisodeLoop(ABC):
         self._waiting.clear()
         self._able.clear()
 
+    def ended(self) -> list[Episode]:
+        """Return the episodes that have ended, and nothing of them changes any more; any thread may ask."""
+        settled = [session.episode for index, session in enumerate(self._sessions) if index not in self._active]
+        return [episode for episode in settled if episode.ended not in {None, "aborted"}]
+
     @abstractmethod
     def _start(self, index: int, request: EpisodeRequest) -> None:
         """Let the pool begin an episode."""
@@ -128,6 +133,8 @@ class EpisodeLoop(ABC):
 
     def _begin_waiting(self) -> None:
         while self._waiting and len(self._active) < self._limits.instances:
+            if not self._pool.admit(self._first + self._waiting[0]):
+                return
             self._begin(self._waiting.popleft())
 
     def _begin(self, index: int) -> None:
@@ -140,10 +147,9 @@ class EpisodeLoop(ABC):
 
     def _hear(self, seconds: float) -> bool:
         """Take the answers of the pool; return whether there were some."""
-        answers = self._pool.answers(seconds)
+        answers = self._pool.answers(seconds, [self._first + index for index in self._at_work])
         for answer in sorted(answers, key=lambda answer: answer.episode):
-            if (index := answer.episode - self._first) in self._at_work:
-                self._heard(index, answer)
+            self._heard(answer.episode - self._first, answer)
         return bool(answers)
 
     def _ask(self, index: int, session: Session, prepared: Prepared, call: Call | None = None) -> None:
@@ -165,11 +171,11 @@ class EpisodeLoop(ABC):
         return requests
 
     def _fail(self, index: int, message: str) -> None:
-        """Begin an episode once more, or end it."""
+        """Let an episode begin once more, or end it."""
         episode = self._sessions[index].episode
         self._leave(index)
         if episode.attempts < _ATTEMPTS:
-            self._begin(index)
+            self._waiting.appendleft(index)
             return
         episode.fault, episode.ended = message, "fault"
 

@@ -90,13 +90,26 @@ class Session:
         self._decode, self._limits = decode, limits
         self._samples: list[EpisodeTokens] = []
 
+    @property
+    def has_failed_too_often(self) -> bool:
+        """Whether as many calls in a row have failed as may."""
+        most = self._limits.max_failed_calls
+        return most is not None and self.episode.failed_in_a_row >= most
+
     def check(self, messages: int, characters: int) -> None:
         """Look at the size of a conversation before it is rendered.
 
         Raises:
-            CallRefused: The episode has no turn or no room left.
+            CallRefused: The episode has no turn or no room left, or as many of its calls failed as may.
         """
         limits = self._limits
+        if self.has_failed_too_often:
+            self.refused = "failed_calls"
+            raise CallRefused(
+                f"the last {self.episode.failed_in_a_row} calls of this episode could not be read "
+                f"(environment.max_failed_calls={limits.max_failed_calls}); return",
+                code="rate_limit_exceeded",
+            )
         if self.asked_count >= limits.max_turns:
             self.refused = "turns"
             raise CallRefused(

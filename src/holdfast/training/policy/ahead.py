@@ -1,5 +1,7 @@
 """Sample the completions of the next steps on servers while the present step updates (`rollout.max_staleness`).
 
+A completion is one answer or, with an environment, one episode: `EpisodesAhead` is the engine then.
+
 Steps keep their prompts and their order: a completion that takes long delays its own step alone, and nothing is older
 than `max_staleness` updates. The prompts are peeked from the stream and not consumed, so that a checkpoint lists them
 as still to come. A checkpoint also holds the finished completions of all ranks. A resumed run trains these first, on
@@ -12,16 +14,21 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from pydantic import TypeAdapter
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.rollout.engine import AheadEngine, Flight, Request, Sampled
-from holdfast.types import Finish
+from holdfast.rollout.engine import AheadEngine, EndedEpisode, Flight, Request, Sampled
+from holdfast.types import EpisodeSummary, Finish
 
+_CHARACTERS = 4
+"""Of a token's text, about; for sizes alone."""
+_EPISODE = TypeAdapter(EpisodeSummary)
 _LARGEST_NUMBER = 10**9
 """Above which steps, updates and prompts of a run are not counted on."""
 
@@ -71,6 +78,11 @@ class CompletionsAhead:
     def end(self, step: int) -> None:
         """Note that all completions of a step have come."""
         self._flights.pop(step, None)
+
+    def close(self) -> None:
+        """Give up what is on its way."""
+        for flight, _ in self._flights.values():
+            flight.end()
 
     def tell_restored(self, taken: int) -> list[str]:
         """Return a message if completions of the checkpoint were not used, once, when all steps ahead have begun.
@@ -136,10 +148,20 @@ class CompletionsAhead:
 
 def largest_ahead(config: GRPOConfig) -> list[dict[str, Any]]:
     """Return as many bytes as a checkpoint of a run may have of completions of the next steps, over all ranks."""
-    rollout, size = config.rollout, config.rollout.max_new_tokens
+    rollout, size, parts, episode = config.rollout, config.rollout.max_new_tokens, 1, None
+    if config.environment is not None:
+        size, parts = config.data.max_length, 2 * config.environment.max_turns
+        # What environments say has no largest size but that of the tokens that are made of it.
+        text = "x" * (_CHARACTERS * size)
+        numbers, names = (float(_LARGEST_NUMBER),) * parts, {"unknown": _LARGEST_NUMBER}
+        summary = EpisodeSummary(
+            ({"role": "assistant", "content": text},), parts, parts, "failed_calls", numbers[0], numbers,
+            (size,) * parts, names, _LARGEST_NUMBER, parts, numbers[0], {}, samples=((size, size),) * parts,
+        )  # fmt: skip
+        episode = EndedEpisode(summary, text)
     tokens, logprobs, number = np.zeros(size, np.int64), np.zeros(size, np.float32), _LARGEST_NUMBER
-    segments = ((size, number),) * (rollout.max_staleness + 1)
-    longest = Sampled(number, rollout.group_size, tokens, logprobs, Finish.LENGTH, number, segments)
+    segments = ((size, number),) * (parts + rollout.max_staleness)
+    longest = Sampled(number, rollout.group_size, tokens, logprobs, Finish.LENGTH, number, segments, episode=episode)
     count = config.data.batch_size * rollout.group_size * rollout.max_staleness
     return [_as_plain(_StepCompletion("0" * 32, number, longest), _mark_of(config))] * count
 
@@ -147,7 +169,10 @@ def largest_ahead(config: GRPOConfig) -> list[dict[str, Any]]:
 def _mark_of(config: GRPOConfig) -> str:
     """Return a hash of the settings that decide a completion; saved completions with another hash are discarded."""
     sampling = config.rollout.model_dump(include={*SamplingConfig.model_fields, "seed"})
-    return xxhash.xxh3_64_hexdigest(json.dumps([config.seed, sampling], sort_keys=True).encode())
+    decisive = [config.seed, sampling]
+    if config.environment is not None:
+        decisive += [config.data.max_length, config.environment.model_dump(mode="json", exclude={"instances"})]
+    return xxhash.xxh3_64_hexdigest(json.dumps(decisive, sort_keys=True).encode())
 
 
 class _StepFlight(NamedTuple):
@@ -165,15 +190,18 @@ class _StepCompletion(NamedTuple):
 
 
 def _digest(request: Request) -> str:
-    """Return a hash of a prompt: of its tokens, and of what the model sees besides, which the tokens do not tell."""
+    """Return a hash of a prompt: of its tokens, and of what the model or an environment sees besides."""
     hashed = xxhash.xxh3_128(request.prompt.astype("<i8").tobytes())
     for name in sorted(request.model_inputs):
         hashed.update(name.encode() + np.ascontiguousarray(request.model_inputs[name]).tobytes())
+    if request.row is not None:
+        hashed.update(json.dumps(dict(request.row), sort_keys=True, default=str).encode())
     return hashed.hexdigest()
 
 
 def _as_plain(completion: _StepCompletion, mark: str) -> dict[str, Any]:
-    sampled = completion.sampled
+    sampled, episode = completion.sampled, completion.sampled.episode
+    told = {} if episode is None else {"episode": asdict(episode.summary), "last_text": episode.last_text}
     return {
         "mark": mark,
         "prompt": completion.prompt,
@@ -185,6 +213,7 @@ def _as_plain(completion: _StepCompletion, mark: str) -> dict[str, Any]:
         "finish": sampled.finish.value,
         "weights_version": sampled.weights_version,
         "segments": [list(segment) for segment in sampled.segments],
+        **told,
     }
 
 
@@ -192,10 +221,13 @@ def _sampled_from(saved: Mapping[str, Any]) -> Sampled:
     """Read what `_as_plain` wrote.
 
     Raises:
-        ValueError: It is no number of tokens, or of log-probabilities.
+        ValueError: It is no number of tokens, or of log-probabilities, or no summary of an episode.
     """
     tokens = np.frombuffer(base64.b64decode(saved["tokens"], validate=True), "<i4").astype(np.int64)
     logprobs = np.frombuffer(base64.b64decode(saved["logprobs"], validate=True), "<f4").astype(np.float32)
+    episode = None
+    if saved.get("episode") is not None:
+        episode = EndedEpisode(_EPISODE.validate_python(saved["episode"]), str(saved["last_text"]))
     return Sampled(
         int(saved["request_id"]),
         int(saved["place"]),
@@ -205,6 +237,7 @@ def _sampled_from(saved: Mapping[str, Any]) -> Sampled:
         int(saved["weights_version"]),
         tuple((int(start), int(version)) for start, version in saved["segments"]),
         int(np.count_nonzero(np.isnan(logprobs))),
+        episode,
     )
 
 
@@ -221,3 +254,25 @@ def _check_shapes(sampled: Sampled) -> None:
         raise ValueError(f"it has a token {sampled.tokens.min()}")
     if starts and (starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= max(1, size)):
         raise ValueError(f"its segments begin at {starts}, and it has {size} tokens")
+    if sampled.episode is not None:
+        _check_episode(sampled, sampled.episode.summary)
+
+
+def _check_episode(sampled: Sampled, summary: EpisodeSummary) -> None:
+    """Check what an episode came to for its tokens.
+
+    Raises:
+        ValueError: Something is of other tokens, or of other turns.
+    """
+    ends = [*(start for start, _ in sampled.segments[1:]), sampled.tokens.size]
+    chosen = sum(end - start for (start, version), end in zip(sampled.segments, ends, strict=True) if version >= 0)
+    tokens, of_samples = (sum(sizes) for sizes in zip(*summary.samples, strict=True)) if summary.samples else (0, 0)
+    if (tokens, of_samples, sum(summary.turn_lengths)) != (sampled.tokens.size, chosen, chosen):
+        raise ValueError(
+            f"its samples have {tokens} tokens, {of_samples} of them chosen, its turns {sum(summary.turn_lengths)}; "
+            f"it has {sampled.tokens.size} and {chosen}"
+        )
+    if not summary.turns == len(summary.turn_lengths) == len(summary.turn_rewards):
+        raise ValueError(
+            f"it has {summary.turns} turns, {len(summary.turn_lengths)} lengths and {len(summary.turn_rewards)} rewards"
+        )

@@ -23,14 +23,15 @@ from holdfast.models.setup.model import Blueprint
 from holdfast.models.support import Support
 from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World
-from holdfast.rollout.engine import AheadEngine
+from holdfast.rollout.engine import AheadEngine, EpisodeRecords
 from holdfast.training.engines import open_engine, why_no_videos
 from holdfast.training.fingerprints import mark_reward_models
 from holdfast.training.observe import load_function
 from holdfast.training.other_models.reference import NO_IMAGES, Reference, build_reference, following_of
 from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.critic import add_critic
-from holdfast.training.policy.episodes import episodes_of
+from holdfast.training.policy.episodes import LocalEpisodes, episodes_of
+from holdfast.training.policy.episodes_ahead import EpisodesAhead
 from holdfast.training.policy.reward_columns import refuse_absent_columns
 from holdfast.training.policy.run import (
     CRITIC,
@@ -95,8 +96,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     )
     evaluation.stream = training.stream
     if config.rollout.max_staleness:
-        assert isinstance(evaluation.sampler.engine, AheadEngine)
-        training.ahead = CompletionsAhead(evaluation.sampler.engine, config)
+        training.ahead = _ahead(config, evaluation)
     training.model.following = following_of(reference, config.reference)
     if config.critic is not None:
         add_critic(training, config.critic, live)
@@ -171,6 +171,18 @@ def _evaluation(setup: RunSetup, read: _Read, score: Score) -> PolicyEvaluation:
         several_sources=len(setup.data.training) > 1,
         episodes=read.episodes,
     )
+
+
+def _ahead(config: GRPOConfig, evaluation: PolicyEvaluation) -> CompletionsAhead | None:
+    """Return what samples completions of the next steps; None where all episodes were recorded."""
+    engine, episodes = evaluation.sampler.engine, evaluation.episodes
+    if episodes is None:
+        assert isinstance(engine, AheadEngine)
+        return CompletionsAhead(engine, config)
+    if isinstance(engine, EpisodeRecords):
+        return None
+    assert isinstance(episodes, LocalEpisodes)
+    return CompletionsAhead(EpisodesAhead(episodes, evaluation), config)
 
 
 def unreplayable_steps(config: GRPOConfig) -> str:

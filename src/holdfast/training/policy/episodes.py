@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,25 +17,33 @@ from holdfast.config.sections.environment import AgentConfig, EnvironmentSection
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.chat_template import ChatTemplate
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
-from holdfast.rollout.engine import AheadEngine, EpisodeRecords, TurnSource, converse
+from holdfast.rollout.engine import AheadEngine, EpisodeRecords, Interrupted, Request, RolloutEngine, converse
 from holdfast.rollout.episodes.agents import AgentLoop
 from holdfast.rollout.episodes.chat_calls import CallRefused
 from holdfast.rollout.episodes.endpoint import Endpoint
 from holdfast.rollout.episodes.environments import EnvironmentLoop
-from holdfast.rollout.episodes.episode import Decode, Episode, EpisodeRequest, Limits
+from holdfast.rollout.episodes.episode import EpisodeRequest, Limits
 from holdfast.rollout.episodes.history import observations_of, observations_of_agents
+from holdfast.rollout.episodes.loop import EpisodeLoop
 from holdfast.rollout.episodes.proof import proved_syntax
 from holdfast.rollout.episodes.sessions import Syntax
-from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.engines import stops_of
+from holdfast.training.policy.ahead import CompletionsAhead
+from holdfast.training.policy.episode_groups import (
+    group_of,
+    trajectory_of_episode,
+    trajectory_of_sampled,
+    with_text,
+)
 from holdfast.training.policy.rewards import RewardLog
-from holdfast.training.policy.rollouts import refuse_nan
+from holdfast.training.policy.rollouts import refuse_nan, requests_of
 from holdfast.training.policy.run import PolicyEvaluation, Seeds
 from holdfast.training.run import Model, Run, StepAbandoned
-from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
+from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _TRIED = 2
 """Rows that an environment is tried on before step 1."""
@@ -65,12 +75,23 @@ def open_environments(config: GRPOConfig, base: Path, world: World) -> Iterator[
             log.close(pool)
 
 
-class Loop(TurnSource, Protocol):
-    """Hands out what can be sampled of episodes, and knows what came of them."""
+@dataclass(frozen=True)
+class Writing:
+    """How one thread writes and reads episodes: what templates and tokenizers remember is no other thread's."""
 
-    @property
-    def episodes(self) -> Sequence[Episode]:
-        """All of them."""
+    template: ChatTemplate
+    syntaxes: Mapping[str, Syntax]
+    """By the name of the environment."""
+    of_tools: dict[str, Syntax] = field(default_factory=dict)
+    """How conversations with the tools of agents are written and read, by these tools as JSON."""
+
+    def copied(self) -> Writing:
+        """Return a copy for another thread."""
+        return deepcopy(self)
+
+    def text_of(self, tokens: list[int], plain: bool) -> str:  # noqa: FBT001 - as `Decode` is called
+        """Return the text of tokens; if `plain`, special ones are left out."""
+        return str(self.template.tokenizer.decode(tokens, skip_special_tokens=plain))
 
 
 @dataclass(frozen=True)
@@ -80,14 +101,19 @@ class LocalEpisodes:
     pool: EnvironmentPool
     section: EnvironmentSection
     rows: RowTokeniser
-    syntaxes: Mapping[str, Syntax]
-    """By the name of the environment."""
+    writing: Writing
+    """Of the thread that trains."""
     max_length: int
     max_characters: int
     """That so many tokens can have."""
 
     def sample(
-        self, policy: PolicyEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Seeds
+        self,
+        policy: PolicyEvaluation,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        seeds: Seeds,
+        ahead: CompletionsAhead | None = None,
     ) -> list[Group]:
         """Let this rank's prompts become episodes; all ranks call this together, and wait for each other at its end.
 
@@ -97,45 +123,63 @@ class LocalEpisodes:
                 on all ranks.
         """
         run, tokenizer, sampler = policy.run, policy.model.blueprint.tokenizer, policy.sampler
+        step = policy.model.state.step
         with run.phase("rollout"):
-            sampler.publish(policy.model)
+            if ahead is None or not ahead.is_begun(step):
+                sampler.publish(policy.model)
             if isinstance(engine := sampler.engine, EpisodeRecords):
                 groups = run.ranks.on_all_ranks(
                     lambda: [engine.episodes(prompt, seeds[prompt.prompt_id], sampling) for prompt in prompts]
                 )
-                return [_with_text(group, tokenizer) for group in groups]
+                return [with_text(group, tokenizer) for group in groups]
             self.pool.before_step()
-            requests = [request for prompt in prompts for request in self._requests(prompt, seeds[prompt.prompt_id])]
-            with self._opened(requests, sampling, policy) as loop:
-                run.ranks.on_all_ranks(lambda: converse(sampler.engine, loop, sampling, run.interrupted))
-            aborted = any(episode.finish is Finish.ABORT for episode in loop.episodes)
+            requests = requests_of(run, prompts, seeds, with_rows=True)
+
+            def trajectories() -> list[Trajectory]:
+                if ahead is None:
+                    return self._sampled_now(sampler.engine, requests, sampling, run.interrupted)
+                episodes = ahead.begin(step, requests).collect(run.interrupted)
+                return [trajectory_of_sampled(one, seeds[one.request_id][one.place], sampling) for one in episodes]
+
+            episodes = run.ranks.on_all_ranks(trajectories)
+            aborted = any(episode.finish is Finish.ABORT for episode in episodes)
             if any(run.ranks.gather(aborted)):
                 raise StepAbandoned
-            with_nan = {
-                episode.request.prompt_id
-                for episode in loop.episodes
-                if any(np.isnan(sample.logprobs).any() for sample in episode.samples)
-            }
-            refuse_nan(policy.model, with_nan)
-            return _groups(prompts, loop.episodes, sampling, tokenizer)
+            if ahead is not None:
+                ahead.end(step)
+            refuse_nan(policy.model, {each.prompt_id for each in episodes if np.isnan(each.sampler_logprobs).any()})
+            return _groups(prompts, episodes, tokenizer)
+
+    def _sampled_now(
+        self, engine: RolloutEngine, requests: Sequence[Request], sampling: SamplingConfig, interrupted: Interrupted
+    ) -> list[Trajectory]:
+        episodes = [episode for request in requests for episode in self.requests(request, self.writing)]
+        with self.opened(episodes, sampling, engine, self.writing, interrupted) as loop:
+            converse(engine, loop, sampling, interrupted)
+        return [trajectory_of_episode(episode, sampling) for episode in loop.episodes]
 
     @contextmanager
-    def _opened(
-        self, requests: Sequence[EpisodeRequest], sampling: SamplingConfig, policy: PolicyEvaluation
-    ) -> Iterator[Loop]:
-        """Open what hands out turns of these episodes; all ranks call this together."""
-        limits, in_order = self._limits(sampling), not isinstance(policy.sampler.engine, AheadEngine)
-        yield EnvironmentLoop(requests, self.pool, decoder(policy), limits, policy.run.interrupted, in_order=in_order)
+    def opened(
+        self,
+        requests: Sequence[EpisodeRequest],
+        sampling: SamplingConfig,
+        engine: object,
+        writing: Writing,
+        interrupted: Interrupted,
+    ) -> Iterator[EpisodeLoop]:
+        """Open what hands out turns of these episodes."""
+        limits, in_order = self._limits(sampling), not isinstance(engine, AheadEngine)
+        yield EnvironmentLoop(requests, self.pool, writing.text_of, limits, interrupted, in_order=in_order)
 
-    def _requests(self, prompt: Prompt, seeds: Sequence[int]) -> list[EpisodeRequest]:
-        row_name = f"Row of prompt {prompt.prompt_id}"
-        messages = self.rows.conversation(prompt.row, row_name).messages
-        syntax = self.syntaxes[self.pool.kind_of(prompt.row, row_name)]
+    def requests(self, request: Request, writing: Writing) -> list[EpisodeRequest]:
+        """Return the episodes that begin with a prompt."""
+        row_name = f"Row of prompt {request.request_id}"
+        assert request.row is not None
+        row, messages = request.row, self.rows.conversation(request.row, row_name).messages
+        syntax = writing.syntaxes[self.pool.kind_of(row, row_name)]
         return [
-            EpisodeRequest(
-                prompt.prompt_id, place, seed, messages, prompt.tokens, prompt.row, syntax.writer, syntax.parse
-            )
-            for place, seed in enumerate(seeds)
+            EpisodeRequest(request.request_id, place, seed, messages, request.prompt, row, syntax.writer, syntax.parse)
+            for place, seed in enumerate(request.seeds)
         ]
 
     def _limits(self, sampling: SamplingConfig) -> Limits:
@@ -152,6 +196,7 @@ class LocalEpisodes:
             ends_when_cut,
             section.instances,
             self.max_characters,
+            section.max_failed_calls,
         )
 
     def check_rows(self, run: Run, prompts: Sequence[Prompt]) -> None:
@@ -165,10 +210,11 @@ class LocalEpisodes:
     def _check_rows(self, run: Run, prompts: Sequence[Prompt]) -> None:
         config = run.config
         assert isinstance(config, GRPOConfig)
-        requests = [request for prompt in prompts[:_TRIED] for request in self._requests(prompt, (config.seed,))]
         # No turn is sampled here, so no episode would end and leave its instance to another one.
-        limits = replace(self._limits(config.rollout), instances=_TRIED)
-        loop = EnvironmentLoop(requests, self.pool, lambda *_: "", limits, run.interrupted)
+        tried = prompts[: min(_TRIED, self.section.instances)]
+        asked = requests_of(run, tried, {prompt.prompt_id: (config.seed,) for prompt in tried}, with_rows=True)
+        requests = [request for each in asked for request in self.requests(each, self.writing)]
+        loop = EnvironmentLoop(requests, self.pool, lambda *_: "", self._limits(config.rollout), run.interrupted)
         loop.ready(wait=True)
         while any(episode.tokens is None and episode.ended is None for episode in loop.episodes):
             loop.ready(wait=True)
@@ -221,15 +267,10 @@ def episodes_of(
     model.run.log.messages += dict.fromkeys(syntax.note for syntax in syntaxes.values() if syntax.note)
     longest = config.data.max_length
     characters = longest * max(map(len, rows.template.tokenizer.get_vocab()))
+    writing = Writing(rows.template, syntaxes)
     if isinstance(section, AgentConfig):
-        return AgentEpisodes(pool, section, rows, syntaxes, longest, characters, ends)
-    return LocalEpisodes(pool, section, rows, syntaxes, longest, characters)
-
-
-def decoder(policy: PolicyEvaluation) -> Decode:
-    """Return what makes text of a policy's tokens."""
-    tokenizer = policy.model.blueprint.tokenizer
-    return lambda tokens, plain: str(tokenizer.decode(tokens, skip_special_tokens=plain))
+        return AgentEpisodes(pool, section, rows, writing, longest, characters, ends)
+    return LocalEpisodes(pool, section, rows, writing, longest, characters)
 
 
 @dataclass(frozen=True)
@@ -238,98 +279,42 @@ class AgentEpisodes(LocalEpisodes):
 
     ends: Collection[int]
     """Tokens that end a completion."""
-    of_tools: dict[str, Syntax] = field(default_factory=dict)
-    """How conversations with the tools of agents are written and read, by these tools as JSON."""
 
     @contextmanager
-    def _opened(
-        self, requests: Sequence[EpisodeRequest], sampling: SamplingConfig, policy: PolicyEvaluation
-    ) -> Iterator[Loop]:
-        """Open the endpoint of these agents; all ranks call this together."""
-        run, limits = policy.run, self._limits(sampling)
-        with run.ranks.on_all_ranks(lambda: Endpoint(sampling)) as endpoint:
-            yield AgentLoop(requests, self.pool, endpoint, self.syntax_of, decoder(policy), limits, run.interrupted)
+    def opened(
+        self,
+        requests: Sequence[EpisodeRequest],
+        sampling: SamplingConfig,
+        engine: object,  # noqa: ARG002 - agents are never waited for
+        writing: Writing,
+        interrupted: Interrupted,
+    ) -> Iterator[EpisodeLoop]:
+        """Open the endpoint of these agents."""
+        syntax_of, limits = partial(self._syntax_of, writing), self._limits(sampling)
+        with Endpoint(sampling) as endpoint:
+            yield AgentLoop(requests, self.pool, endpoint, syntax_of, writing.text_of, limits, interrupted)
 
-    def syntax_of(self, tools: tuple[Mapping[str, Any], ...]) -> Syntax:
+    def _syntax_of(self, writing: Writing, tools: tuple[Mapping[str, Any], ...]) -> Syntax:
         """Return how conversations with an agent's tools are written and read.
 
         Raises:
             CallRefused: The template cannot write them, or calls of them cannot be read back.
         """
         key = json.dumps(tools, sort_keys=True)
-        if key not in self.of_tools:
+        if key not in writing.of_tools:
             try:
                 observations = observations_of_agents(tools)
-                self.of_tools[key] = proved_syntax(self.rows.template, tools, self.ends, observations, splits=True)
+                writing.of_tools[key] = proved_syntax(writing.template, tools, self.ends, observations, splits=True)
             except (ConfigError, LookupError, TypeError, AttributeError, ValueError) as error:
                 raise CallRefused(f"tools: {error}") from None
-        return self.of_tools[key]
+        return writing.of_tools[key]
 
     def check_rows(self, run: Run, prompts: Sequence[Prompt]) -> None:
         """Look at none: what an agent does with a row is seen when it asks."""
 
 
-def _groups(
-    prompts: Sequence[Prompt], episodes: Sequence[Episode], sampling: SamplingConfig, tokenizer: Any
-) -> list[Group]:
-    by_prompt: dict[int, list[Episode]] = {prompt.prompt_id: [] for prompt in prompts}
+def _groups(prompts: Sequence[Prompt], episodes: Sequence[Trajectory], tokenizer: Any) -> list[Group]:
+    by_prompt: dict[int, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
     for episode in episodes:
-        by_prompt[episode.request.prompt_id].append(episode)
-    return [group_of(prompt, by_prompt[prompt.prompt_id], sampling, tokenizer) for prompt in prompts]
-
-
-def group_of(prompt: Prompt, episodes: Sequence[Episode], sampling: SamplingConfig, tokenizer: Any) -> Group:
-    """Return the episodes of a prompt; their group's prompt is what all of them begin with."""
-    lines = [episode.samples or [EpisodeTokens.of_prompt(prompt.tokens)] for episode in episodes]
-    heads = [
-        sample.tokens[: int(np.argmax(sample.turns >= 0)) or sample.tokens.size] for line in lines for sample in line
-    ]
-    shared = heads[0][: min(head.size for head in heads)]
-    for head in heads:
-        differs = np.flatnonzero(head[: shared.size] != shared)
-        shared = shared[: int(differs[0])] if differs.size else shared
-    pairs = zip(episodes, lines, strict=True)
-    group = Group(
-        replace(prompt, tokens=shared), tuple(_trajectory(episode, line, sampling) for episode, line in pairs)
-    )
-    return group if np.array_equal(shared, prompt.tokens) else _with_text(group, tokenizer)
-
-
-def _with_text(group: Group, tokenizer: Any) -> Group:
-    """Return the group with the text of its prompt's tokens."""
-    text = tokenizer.decode(group.prompt.tokens.tolist(), skip_special_tokens=False)
-    return replace(group, prompt=replace(group.prompt, text=text))
-
-
-def _trajectory(episode: Episode, line: Sequence[EpisodeTokens], sampling: SamplingConfig) -> Trajectory:
-    request = episode.request
-    summary = EpisodeSummary(
-        messages=tuple(episode.messages),
-        prompt_messages=episode.prompt_messages,
-        turns=sum(sample.turn_count for sample in line),
-        ended=str(episode.ended),
-        reward=episode.reward,
-        turn_rewards=tuple(episode.turn_rewards),
-        turn_lengths=tuple(length for sample in line for length in sample.turn_lengths),
-        called=dict(episode.called),
-        failed_calls=episode.failed_calls,
-        cut_turns=episode.cut_turns,
-        waited_seconds=episode.waited_seconds,
-        info=episode.info,
-        fault=episode.fault,
-        samples=tuple((sample.tokens.size, int(sample.sampled.sum())) for sample in line),
-        tools=request.writer.tools,
-    )
-    return Trajectory(
-        prompt_id=request.prompt_id,
-        sample_id=request.prompt_id * 2**20 + request.place,
-        seed=request.seed,
-        temperature=sampling.temperature,
-        tokens=np.concatenate([sample.tokens for sample in line]),
-        loss_mask=np.concatenate([sample.sampled for sample in line]),
-        sampler_logprobs=np.concatenate([sample.logprobs for sample in line]),
-        weights_versions=np.concatenate([sample.weights_versions for sample in line]),
-        finish=episode.finish,
-        completion=episode.last_text,
-        episode=summary,
-    )
+        by_prompt[episode.prompt_id].append(episode)
+    return [group_of(prompt, by_prompt[prompt.prompt_id], tokenizer) for prompt in prompts]

@@ -114,7 +114,7 @@ def episode_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
     """Return environment/* of episodes; nothing where completions are single answers.
 
     - environment/turns/mean and max; environment/cut_turns: of all episodes.
-    - environment/ended/HOW: share of episodes that ended so (done, turns, room, seconds, cut, fault).
+    - environment/ended/HOW: share of episodes that ended so (done, turns, room, seconds, cut, failed_calls, fault).
     - environment/calls/TOOL and environment/failed_calls: calls, and those that could not be made or whose tool raised.
     - environment/waited_seconds: mean time of an episode for its environment.
     - environment/info/NAME: mean of what environments told.

@@ -33,11 +33,7 @@ from holdfast.training.policy.groups import (
     with_baselines,
     without_dropped,
 )
-from holdfast.training.policy.run import (
-    PolicyEvaluation,
-    PolicyTraining,
-    Sampler,
-)
+from holdfast.training.policy.run import PolicyEvaluation, PolicyTraining, Sampler
 from holdfast.training.policy.scoring import score_groups
 from holdfast.training.run import Model, Run, StepAbandoned
 from holdfast.types import Finish, Group, Prompt, Trajectory
@@ -130,7 +126,8 @@ def _sample_ahead(training: PolicyTraining, ahead: CompletionsAhead) -> None:
             if not pushed:
                 training.evaluation.sampler.publish(training.model)
                 pushed = True
-            requests = _requests(training.run, batch.own_prompts, seeds_of(training, batch, step))
+            seeds, with_rows = seeds_of(training, batch, step), training.evaluation.episodes is not None
+            requests = requests_of(training.run, batch.own_prompts, seeds, with_rows=with_rows)
             training.run.ranks.on_all_ranks(partial(ahead.begin, step, requests))
     if ahead.restored_count:
         training.run.log.messages += ahead.tell_restored(sum(training.run.ranks.gather(ahead.taken_count)))
@@ -206,7 +203,10 @@ def seeds_of(training: PolicyTraining, batch: PromptBatch, step: int) -> dict[in
     return {prompt_id: tuple(mixed(seed, step, prompt_id, index) for index in indices) for prompt_id in ids}
 
 
-def _requests(run: Run, prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int, ...]]) -> list[Request]:
+def requests_of(
+    run: Run, prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int, ...]], *, with_rows: bool = False
+) -> list[Request]:
+    """Return what an engine is asked for; with their rows, of which episodes are made, if that is asked for."""
     files = ImageFiles(run.config.data.image_dir, run.base)
     return [
         Request(
@@ -216,6 +216,7 @@ def _requests(run: Run, prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int
             prompt.model_inputs,
             prompt.positions,
             None if prompt.images is None else RequestImages(prompt.prompt_id, prompt.images, files),
+            prompt.row if with_rows else None,
         )
         for prompt in prompts
     ]
@@ -271,7 +272,7 @@ def sample(
         StepAbandoned: A rank was asked to stop; the same on all ranks.
     """
     if policy.episodes is not None:
-        return policy.episodes.sample(policy, prompts, sampling, seeds)
+        return policy.episodes.sample(policy, prompts, sampling, seeds, ahead)
     return sample_groups(policy.model, policy.sampler, prompts, sampling, seeds, ahead)
 
 
@@ -300,7 +301,7 @@ def sample_groups(
     with run.phase("rollout"):
         if ahead is None or not ahead.is_begun(model.state.step):
             sampler.publish(model)
-        requests = _requests(run, prompts, seeds)
+        requests = requests_of(run, prompts, seeds)
         # What ends an engine outside of this process for one rank ends the step on all.
         sampled = run.ranks.on_all_ranks(lambda: _collected(model, sampler, requests, sampling, ahead))
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)

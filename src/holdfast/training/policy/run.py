@@ -51,7 +51,12 @@ class Episodes(Protocol):
     """Samples episodes in the place of single answers."""
 
     def sample(
-        self, policy: PolicyEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Seeds
+        self,
+        policy: PolicyEvaluation,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        seeds: Seeds,
+        ahead: CompletionsAhead | None = None,
     ) -> list[Group]:
         """Let this rank's prompts become episodes; all ranks call this together."""
 

@@ -32,6 +32,7 @@ from holdfast.text.shortening import shortened
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Training, TrainState, say
 from holdfast.training.saving.differences import changed_fingerprints, has_default, is_gone
+from holdfast.types import EpisodeSummary
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
@@ -281,6 +282,9 @@ def _damage(training: Training) -> None:
             next(tensor for tensor in tensors if tensor.ndim).mul_(1.5)
 
 
+_SavedVersion = Annotated[int, Field(strict=True, ge=-1)]
+
+
 @dataclass(frozen=True)
 class _SavedCompletion:
     mark: str
@@ -288,10 +292,12 @@ class _SavedCompletion:
     place: SavedCount
     tokens: str
     logprobs: str
-    finish: Literal["stop", "length"]
-    weights_version: Annotated[int, Field(strict=True, ge=-1)]
-    segments: list[tuple[SavedCount, SavedCount]]
+    finish: Literal["stop", "length", "error"]
+    weights_version: _SavedVersion
+    segments: list[tuple[SavedCount, _SavedVersion]]
     prompt: str = ""
+    episode: EpisodeSummary | None = None
+    last_text: str = ""
 
 
 @dataclass(frozen=True)
