@@ -46,6 +46,12 @@ class PathKind(Enum):
         "it, and checkpoint.init_from={path} begins a run with its weights.",
         ("manifest.json tensors", "manifest.json dcp"),  # dcp: a format that `checkpoint convert` takes
     )
+    GGUF = _Row(
+        "an exported model as a GGUF file",
+        "llama.cpp and programs that are built on it load the file in {path}, and `holdfast push {path} OWNER/NAME` "
+        "publishes it.",
+        ("holdfast_export.json *.gguf",),
+    )
     EXPORT = _Row(
         "an exported model",
         "`holdfast eval {path}` and `holdfast generate {path}` use it, and model.path={path} begins a run with it.",

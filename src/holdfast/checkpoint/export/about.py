@@ -41,6 +41,8 @@ class Exported:
     """Of a best export: its metric and value."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Size and xxh3_128 of each file of weights and of Python code, by name."""
+    proof: Mapping[str, Any] | None = None
+    """How an export in another format compares with the model; None of one that transformers reads as it was."""
 
     @property
     def words(self) -> str:
@@ -65,6 +67,8 @@ class Exported:
     def text(self) -> str:
         """Return the file."""
         values = {"format": _FORMAT, **vars(self), "steps": list(self.steps)}
+        if self.proof is None:  # a Holdfast from before proofs reads the file
+            del values["proof"]
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
@@ -113,6 +117,7 @@ class _Written(BaseModel, strict=True, extra="forbid"):
     parent: dict[str, Any] | None
     rating: dict[str, Any] | None
     files: dict[Annotated[str, AfterValidator(_is_beside)], _File]
+    proof: dict[str, Any] | None = None
 
 
 def check_weights(directory: Path, exported: Exported, *, by_hash: bool) -> None:

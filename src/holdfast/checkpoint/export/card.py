@@ -76,6 +76,13 @@ The run made no evaluation at this step.
 Measured by the run itself, last before this export.
 {{ table(["set", "metric", "value"], evaluations) }}
 {%- endif %}
+{%- if proof %}
+
+## Proof
+
+This export is compared with the same weights read by plain transformers in float32: {{ proof }}.
+{{ table(["", ""], proof_numbers) }}
+{%- endif %}
 
 ## Run
 {{ table(["", ""], run) }}
@@ -84,7 +91,15 @@ Measured by the run itself, last before this export.
 {{ table(["file", "bytes", "xxh3_128"], files) }}
 
 ## How to load
-
+{% if library_name == "gguf" %}
+```bash
+llama-cli -m {{ weights_file }}
+```
+{%- elif library_name == "vllm" %}
+```bash
+vllm serve .  # this directory, or its name on the hub
+```
+{%- else %}
 ```python
 from {{ library_name }} import {{ loader }}
 {%- if library_name != "peft" %}
@@ -97,6 +112,7 @@ model = {{ loader }}.from_pretrained(path{{ trust }})
 tokenizer = AutoTokenizer.from_pretrained(path{{ trust }})
 {%- endif %}
 ```
+{%- endif %}
 {% if library_name == "peft" %}
 The tokenizer is that of the base.
 {% endif %}
@@ -121,10 +137,11 @@ class Card:
         """
         kind = "SequenceClassification" if self.metadata["pipeline_tag"] == "text-classification" else "CausalLM"
         card = ModelCard.from_template(
-            ModelCardData(library_name="peft" if adapter else "transformers", **self.metadata),
+            ModelCardData(**{"library_name": "peft" if adapter else "transformers", **self.metadata}),
             template_str=_TEMPLATE,
             loader=f"{'AutoPeft' if adapter else 'Auto'}ModelFor{kind}",
             trust=", trust_remote_code=True" if any(name.endswith(".py") for name in files) else "",
+            weights_file=next(iter(files), ""),
             files=[(f"`{name}`", f"{file['size']:,}", f"`{file['xxh3_128']}`") for name, file in files.items()],
             **self.facts,
         )

@@ -168,6 +168,18 @@ def export_stored_adapter(
     write_adapters(read, headers, described_as, directory, RankGroup(), papers, dtype=dtype)
 
 
+def stored_papers(checkpoint: StoredCheckpoint, *, averaged: bool = False) -> Papers:
+    """Return what an export of a checkpoint says of itself.
+
+    Args:
+        checkpoint: Of a run.
+        averaged: The export holds the averages of the weights.
+    """
+    with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as folder:
+        _lay_assets(checkpoint, Path(folder))
+        return _papers([checkpoint], Path(folder), averaged=averaged)
+
+
 def _papers(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> Papers:
     """Return what an export says of itself: the run's configuration, its run and step, and its card."""
     manifest, steps = checkpoints[-1].manifest, [checkpoint.manifest.step for checkpoint in checkpoints]

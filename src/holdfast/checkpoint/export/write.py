@@ -154,7 +154,7 @@ def write_export(  # noqa: PLR0913, PLR0917 - what is written, where, by whom
         with converted_tensors(weights.read, weights.conversions, weights.dtype, ranks) as tensors:
             if ranks.rank == 0:
                 check_target(directory)
-                staging = places.enter_context(_staging_beside(directory))
+                staging = places.enter_context(staging_beside(directory))
                 reached("tensors")
                 hashes = _write_weights(staging, weights, tensors)
         if ranks.rank == 0:
@@ -228,7 +228,7 @@ def check_outside(target: Path) -> None:
 
 
 @contextmanager
-def _staging_beside(directory: Path) -> Iterator[Path]:
+def staging_beside(directory: Path) -> Iterator[Path]:
     """Make a directory beside the one that is to be written, and remove what is left of it."""
     staging = directory.parent / f"{STAGING}{directory.name}-{uuid.uuid4().hex[:8]}"
     try:

@@ -22,10 +22,10 @@ from holdfast.files import read_json, size_words
 from holdfast.text.escaping import escaped
 
 _ALLOWED = (
-    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.*", "*processor_config.json",
-    "README*.md", "LICENSE*", "holdfast_export.json", "holdfast.yaml",
+    "*.gguf", "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
+    "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.*",
+    "*processor_config.json", "README*.md", "LICENSE*", "holdfast_export.json", "holdfast.yaml",
 )  # fmt: skip
 """What an export may publish, by name; never samples, logs, pickles or code."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
@@ -37,7 +37,7 @@ def push(
         typer.Argument(
             metavar="EXPORT",
             help="The directory of an exported model.",
-            callback=takes(PathKind.EXPORT, PathKind.ADAPTER),
+            callback=takes(PathKind.EXPORT, PathKind.ADAPTER, PathKind.GGUF),
         ),
     ],
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="On the hub; made if it is not there.")],
@@ -112,7 +112,16 @@ def _check_export(export: Path) -> str:
             f"{export} is not an export of Holdfast: it has no {ABOUT_FILE}. `holdfast checkpoint export` makes one."
         )
     check_weights(export, exported, by_hash=True)
-    return exported.words
+    if exported.proof is None:
+        return exported.words
+    faults = exported.proof.get("faults")
+    if exported.proof.get("is_within") is not True:
+        said = "; ".join(map(str, faults)) if isinstance(faults, list) else "it holds no verdict"
+        raise UserError(
+            f"{export} is not proved, and only what is proved is published: {said}. Export it in another type, or push "
+            "the model that transformers reads."
+        )
+    return f"{exported.words}, proved by {exported.proof.get('program')}"
 
 
 def outgoing_files(export: Path) -> tuple[dict[str, str | bytes], list[str]]:

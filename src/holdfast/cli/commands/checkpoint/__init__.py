@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.arguments import IS_MODEL, Dtype, TrustCode, takes, torch_dtype
+from holdfast import registry
+from holdfast.cli.arguments import IS_MODEL, IS_ROWS, Dtype, TrustCode, takes, torch_dtype
 from holdfast.config.path_kinds import PathKind
 from holdfast.errors import ConfigError
 
@@ -50,6 +51,22 @@ class ExportForm(StrEnum):
 
     hf = "hf"
     torch = "torch"
+    gguf = "gguf"
+    compressed_tensors = "compressed-tensors"
+
+    @property
+    def is_served(self) -> bool:
+        """Return whether it is the format of a program that serves models."""
+        return self in {ExportForm.gguf, ExportForm.compressed_tensors}
+
+
+class TensorType(StrEnum):
+    """Type of the weights of an export for a program that serves models."""
+
+    f16 = "f16"
+    q8_0 = "q8_0"
+    fp8 = "fp8"
+    int8 = "int8"
 
 
 def list_checkpoints(
@@ -138,8 +155,38 @@ def export(  # noqa: PLR0913, PLR0917 - each is an option of the command
     checkpoint: PathArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory, or file with --format torch.")],
     form: Annotated[
-        ExportForm, typer.Option("--format", help="A model directory, or one {model, optimizer} file.")
+        ExportForm,
+        typer.Option(
+            "--format",
+            help="hf: for transformers. torch: one {model, optimizer} file. gguf: for llama.cpp. "
+            "compressed-tensors: for vLLM.",
+        ),
     ] = ExportForm.hf,
+    tensor_type: Annotated[
+        TensorType | None,
+        typer.Option(
+            "--type",
+            help="gguf: f16, q8_0. compressed-tensors: fp8, int8.",
+            show_default="f16, or fp8",
+        ),
+    ] = None,
+    proof_rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rows to prove a gguf or compressed-tensors on.",
+            callback=IS_ROWS,
+            show_default="the run's evaluation sets, filled up with fixed prompts",
+        ),
+    ] = None,
+    reader: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PYTHON",
+            help="Of an environment with llama-cpp-python or vLLM, which reads it for the proof.",
+            show_default="this one if it has it, else plain transformers",
+        ),
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
     shard_bytes: Annotated[int, typer.Option(min=1, help="Largest safetensors file.")] = 5_000_000_000,
     adapter: Annotated[bool, typer.Option("--adapter", help="Adapters alone, in peft's format.")] = False,
@@ -149,18 +196,25 @@ def export(  # noqa: PLR0913, PLR0917 - each is an option of the command
     base: Base = None,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Write a model directory that plain transformers loads, one tensor in memory at a time."""
+    """Write a model directory for transformers or for a program that serves it; exit 1 if that is not proved."""
     from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter, write_torch_file
     from holdfast.checkpoint.keep import find
 
-    if adapter and form is ExportForm.torch:
-        raise ConfigError("--adapter writes a directory for peft, --format torch one file; give one of them.")
-    if ema and form is ExportForm.torch:
-        raise ConfigError(
-            "--ema writes averages in the place of weights, --format torch all there is; give one of them."
-        )
-    if base is not None and (adapter or form is ExportForm.torch):
-        raise ConfigError("--base names a model, and --adapter and --format torch read none; leave it out.")
+    _check_options(form, adapter=adapter, ema=ema, base=base)
+    if form.is_served:
+        if adapter or trust_remote_code or dtype is not Dtype.same:
+            raise ConfigError(
+                f"--format {form.value} writes merged weights of the families it knows, in the type that --type names; "
+                "leave out --adapter, --dtype and --trust-remote-code."
+            )
+        named = None if tensor_type is None else tensor_type.value
+        how = registry.load(registry.SERVED_EXPORT)(form.value, named, proof_rows, reader, ema, base)
+        lines, is_proved = registry.load(registry.SERVED_FORMAT)(find.one(checkpoint), output, how)
+        for line in lines:
+            typer.echo(line)
+        raise typer.Exit(0 if is_proved else 1)
+    if (tensor_type, proof_rows, reader) != (None, None, None):
+        raise ConfigError("--type, --proof-rows and --reader belong to --format gguf and compressed-tensors.")
     stored = find.one(checkpoint)
     if adapter:
         export_stored_adapter(stored, output, dtype=torch_dtype(dtype), averaged=ema)
@@ -177,6 +231,22 @@ def export(  # noqa: PLR0913, PLR0917 - each is an option of the command
             base=base,
         )
     typer.echo(f"{stored.path} is exported to {output}")
+
+
+def _check_options(form: ExportForm, *, adapter: bool, ema: bool, base: Path | None) -> None:
+    """Refuse options that name two exports.
+
+    Raises:
+        ConfigError: Some do.
+    """
+    if adapter and form is ExportForm.torch:
+        raise ConfigError("--adapter writes a directory for peft, --format torch one file; give one of them.")
+    if ema and form is ExportForm.torch:
+        raise ConfigError(
+            "--ema writes averages in the place of weights, --format torch all there is; give one of them."
+        )
+    if base is not None and (adapter or form is ExportForm.torch):
+        raise ConfigError("--base names a model, and --adapter and --format torch read none; leave it out.")
 
 
 def average(
