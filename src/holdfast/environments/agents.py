@@ -69,7 +69,7 @@ def load_agent(section: Mapping[str, Any], base: Path) -> AgentSource:
                 f"{SUBJECT}.command: {program} is no program that this machine can run. Install it, name a file below "
                 f"{base} that is executable, or begin with its interpreter, as in [python, agent.py]."
             )
-        return AgentSource(kinds, {}, partial(_run_program, section["command"], base))
+        return AgentSource(kinds, {}, agent=partial(_run_program, section["command"], base))
     function, file = load_name(section["run"], base, SUBJECT)
     try:
         inspect.signature(function).bind({}, "", "", **kwargs)
@@ -78,7 +78,7 @@ def load_agent(section: Mapping[str, Any], base: Path) -> AgentSource:
             f"{SUBJECT}: {section['run'].rpartition(':')[2]} in {file} cannot be called with (row, base_url, api_key): "
             f"{error}. Write `def agent(row, base_url, api_key)`, and name further arguments in environment.kwargs."
         ) from None
-    return AgentSource(kinds, kwargs, function)
+    return AgentSource(kinds, kwargs, agent=function)
 
 
 def _run_program(command: list[str], base: Path, row: Mapping[str, Any], base_url: str, api_key: str) -> None:

@@ -63,7 +63,8 @@ PUBLIC = """
 """
 """Keys whose texts may leave a run. A key belongs here only if nobody has a reason to write a secret there."""
 SECRET = """
-    AgentConfig.command AgentConfig.kwargs EnvironmentConfig.kwargs StartConfig.arguments UserAdvantageConfig.kwargs
+    AgentConfig.command AgentConfig.kwargs EnvironmentConfig.kwargs EnvironmentConfig.mcp StartConfig.arguments
+    UserAdvantageConfig.kwargs
     UserEngineConfig.kwargs UserLossConfig.kwargs UserObjectiveConfig.kwargs UserOptimizerConfig.kwargs
     UserRewardConfig.kwargs UserTrackerConfig.kwargs
     ModelConfig.config ModelConfig.config_override ModelConfig.image_processor

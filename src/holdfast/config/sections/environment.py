@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -38,6 +39,11 @@ class EnvironmentConfig(Section):
     tools: Annotated[list[ImportPath], OneOrSeveral()] = Field(default_factory=list)
     """`file.py:function`, each with types and a docstring, that the policy may call; public methods of the class are
     tools too."""
+    mcp: Annotated[list[str], OneOrSeveral()] = Field(default_factory=list)
+    """Servers of the Model Context Protocol whose tools the policy may call: a command, as in `python notes.py`, which
+    runs beside the YAML, or an address, as in `http://127.0.0.1:9000/mcp`. Needs the extra `mcp`."""
+    mcp_per: Literal["episode", "rank"] = "episode"
+    """Whether a command of `mcp` is started by the first call of each episode, or once for all episodes of a rank."""
     max_turns: PositiveInt = 8
     """Turns after which an episode ends."""
     max_seconds: Positive | None = None
@@ -56,8 +62,11 @@ class EnvironmentConfig(Section):
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield an environment that is none."""
-        if self.path is None and not self.tools:
-            yield "path", "neither path nor tools is set, so nothing would come of a turn; set one of them"
+        if self.path is None and not self.tools and not self.mcp:
+            yield "path", "neither path nor tools nor mcp is set, so nothing would come of a turn; set one of them"
+        for entry in self.mcp:
+            if why := _why_no_server(entry):
+                yield "mcp", f"an entry {why}; write a command, or an address that begins with http:// or https://"
         if self.path is None and self.kwargs:
             yield "kwargs", "there is no class (path) whose constructor would take them; leave them out"
         if self.path is None and self.action is not None:
@@ -95,6 +104,16 @@ class AgentConfig(Section):
             yield "command", "run is set too; leave one of them out"
         if self.command and self.kwargs:
             yield "kwargs", "a program takes its arguments in command; leave them out"
+
+
+def _why_no_server(entry: str) -> str:
+    try:
+        words = shlex.split(entry)
+    except ValueError as error:
+        return f"is no command: {error}"
+    if not words:
+        return "is empty"
+    return "has another scheme" if "://" in words[0] and not words[0].startswith(("http://", "https://")) else ""
 
 
 EnvironmentSection = Annotated[EnvironmentConfig | AgentConfig, ByKind("turns")]
