@@ -16,8 +16,10 @@ from holdfast.config.base import (
     OneOrSeveral,
     Positive,
     PositiveInt,
+    PublicStr,
     Section,
 )
+from holdfast.config.sections.engine import LOOPBACK
 
 
 class EnvironmentConfig(Section):
@@ -73,6 +75,34 @@ class EnvironmentConfig(Section):
             yield "action", "tools alone take no actions; set path to an environment of gymnasium, or leave it out"
 
 
+class AgentEndpointConfig(Section):
+    """Where agents ask the policy, and what they may ask. Every episode has a key of its own."""
+
+    address: PublicStr = "127.0.0.1"
+    """An address of this machine, which agents reach: `127.0.0.1`, `172.17.0.1:8800`, or `unix`, a socket in a folder
+    of this user, which a container can mount. Without a port a free one is taken."""
+    public: bool = False
+    """Let other machines or containers reach the address. What they send is read until its key is found wrong."""
+    max_request_bytes: PositiveInt = 1 << 26
+    """Most bytes of one request."""
+    request_seconds: Positive = 60.0
+    """Longest time for a request to arrive."""
+    max_requests: PositiveInt = 1000
+    """Requests of one episode, refused ones included, after which all are refused."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield an address that nobody can reach, or more machines than were said to."""
+        if self.address == UNIX:
+            return
+        host, port = host_and_port(self.address)
+        if host in {"", "0.0.0.0", "::"}:  # noqa: S104 - refused
+            yield "address", "agents are told this address, and it names no machine; name one, as in 172.17.0.1"
+        elif not 0 <= port < 1 << 16:
+            yield "address", "its port is no number below 65536; leave it out for a free one"
+        elif host not in LOOPBACK and not self.public:
+            yield "address", "other machines may reach it; set environment.endpoint.public, or use unix"
+
+
 class AgentConfig(Section):
     """An agent that owns its loop: code of the user's own that asks the policy over HTTP, as it would ask OpenAI.
 
@@ -85,6 +115,7 @@ class AgentConfig(Section):
     command: list[str] = Field(default_factory=list)
     """A program and its arguments, in the place of `run`: it reads the row as JSON from its standard input, and has
     OPENAI_BASE_URL and OPENAI_API_KEY in its environment."""
+    endpoint: AgentEndpointConfig = Field(default_factory=AgentEndpointConfig)
     kwargs: EvaluatedKwargs = Field(default_factory=dict)
     """Further arguments of the function."""
     max_turns: PositiveInt = 8
@@ -104,6 +135,20 @@ class AgentConfig(Section):
             yield "command", "run is set too; leave one of them out"
         if self.command and self.kwargs:
             yield "kwargs", "a program takes its arguments in command; leave them out"
+
+
+UNIX = "unix"
+"""Address of a socket in the file system."""
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the parts of an address; the port is 0 where there is none, and -1 where it is no number."""
+    host, colon, port = address.rpartition(":")
+    if not colon or ":" in host.strip("[]") and not address.startswith("["):
+        return address.strip("[]"), 0
+    if address.endswith("]"):
+        return address.strip("[]"), 0
+    return host.strip("[]"), int(port) if port.isdecimal() and len(port) <= 5 else -1
 
 
 def _why_no_server(entry: str) -> str:

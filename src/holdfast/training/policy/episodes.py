@@ -246,8 +246,9 @@ class AgentEpisodes(LocalEpisodes):
         self, requests: Sequence[EpisodeRequest], sampling: SamplingConfig, policy: PolicyEvaluation
     ) -> Iterator[Loop]:
         """Open the endpoint of these agents; all ranks call this together."""
-        run, limits = policy.run, self._limits(sampling)
-        with run.ranks.on_all_ranks(lambda: Endpoint(sampling)) as endpoint:
+        run, limits, section = policy.run, self._limits(sampling), self.section
+        assert isinstance(section, AgentConfig)
+        with run.ranks.on_all_ranks(lambda: Endpoint(sampling, section.endpoint)) as endpoint:
             yield AgentLoop(requests, self.pool, endpoint, self.syntax_of, decoder(policy), limits, run.interrupted)
 
     def syntax_of(self, tools: tuple[Mapping[str, Any], ...]) -> Syntax:
