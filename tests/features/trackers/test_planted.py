@@ -49,7 +49,8 @@ PUBLIC = """
     PromptDataConfig.revision PromptDataConfig.system
     SourceConfig.columns SourceConfig.config_name SourceConfig.name SourceConfig.path SourceConfig.revision
     DistillRolloutConfig.stop EvaluationSamplingConfig.stop RolloutConfig.stop
-    AgentEndpointConfig.address EnvironmentConfig.action EnvironmentConfig.path EnvironmentConfig.tools AgentConfig.run
+    AgentEndpointConfig.address SandboxConfig.image
+    EnvironmentConfig.action EnvironmentConfig.path EnvironmentConfig.tools AgentConfig.run
     EvaluationConfig.sets PolicyEvaluationConfig.sets
     LoRAConfig.exclude LoRAConfig.experts LoRAConfig.path LoRAConfig.ranks LoRAConfig.targets LoRAConfig.train
     ModelConfig.freeze ModelConfig.path ModelConfig.revision ModelConfig.tokenizer ParallelConfig.units

@@ -103,6 +103,27 @@ class AgentEndpointConfig(Section):
             yield "address", "other machines may reach it; set environment.endpoint.public, or use unix"
 
 
+class SandboxConfig(Section):
+    """Where the program of `environment.command` runs: without a network but the endpoint, on a root that it cannot
+    write. It reads the YAML's folder as /files and works in /work, which is empty."""
+
+    kind: Literal["bubblewrap", "podman", "docker"] = "bubblewrap"
+    image: PublicStr | None = None
+    """Root of the file system, with a python3: a folder for bubblewrap, an image's name for the others. A row's column
+    `image` is taken before it. Null: this machine's /usr, for bubblewrap alone."""
+    processes: PositiveInt = 128
+    """Most processes of a sandbox."""
+    memory_mib: PositiveInt = 1024
+    """Most memory of all its processes, without its files."""
+    disk_mib: PositiveInt = 128
+    """Most bytes of the files in /work, and as many in /tmp; they lie in memory."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a container without an image."""
+        if self.kind != "bubblewrap" and self.image is None:
+            yield "image", f"{self.kind} runs an image, and none is set; name one"
+
+
 class AgentConfig(Section):
     """An agent that owns its loop: code of the user's own that asks the policy over HTTP, as it would ask OpenAI.
 
@@ -116,6 +137,7 @@ class AgentConfig(Section):
     """A program and its arguments, in the place of `run`: it reads the row as JSON from its standard input, and has
     OPENAI_BASE_URL and OPENAI_API_KEY in its environment."""
     endpoint: AgentEndpointConfig = Field(default_factory=AgentEndpointConfig)
+    sandbox: SandboxConfig | None = None
     kwargs: EvaluatedKwargs = Field(default_factory=dict)
     """Further arguments of the function."""
     max_turns: PositiveInt = 8
@@ -133,6 +155,13 @@ class AgentConfig(Section):
             yield "run", "neither run nor command is set, so nobody would ask the policy; set one of them"
         if self.run is not None and self.command:
             yield "command", "run is set too; leave one of them out"
+        if self.sandbox is not None and not self.command:
+            yield "sandbox", "a program runs in it, and command is not set; set it, or leave sandbox out"
+        if self.sandbox is not None and self.endpoint.address != UNIX:
+            yield (
+                "sandbox",
+                "its program asks at a socket alone; set environment.endpoint.address: unix",
+            )
         if self.command and self.kwargs:
             yield "kwargs", "a program takes its arguments in command; leave them out"
 
