@@ -22,7 +22,7 @@ $(VENV)/.installed: Makefile pyproject.toml constraints.txt
 	@date +%s > .venv-started
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lowbit,math,qlora,video,vlm]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lowbit,math,mcp,qlora,video,vlm]'
 	touch $@
 	@echo "set up $(VENV) in $$(($$(date +%s) - $$(cat .venv-started))) s"; rm -f .venv-started
 

@@ -21,7 +21,7 @@ if ! "$PLACE/bin/python" -c "import torch" 2>/dev/null; then
     fi
     others="$(mktemp)"
     grep -v '^torch==' constraints.txt >"$others"
-    "$PLACE/bin/python" -m pip install "${PIP_OPTIONS[@]}" -c "$others" -e '.[dev,lowbit,qlora,video,vlm]'
+    "$PLACE/bin/python" -m pip install "${PIP_OPTIONS[@]}" -c "$others" -e '.[dev,lowbit,mcp,qlora,video,vlm]'
 fi
 build="$("$PLACE/bin/python" -c "import torch; print(torch.__version__, torch.version.cuda)")"
 if [[ "$build" == *None ]]; then

@@ -658,7 +658,8 @@ def test_a_length_that_is_none_is_told_so(length: str) -> None:
     with Endpoint(SamplingConfig()) as endpoint:
         host, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as channel:
-            channel.sendall(f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
+            head = f"Authorization: Bearer {endpoint.open()}\r\nContent-Length: {length}"
+            channel.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n\r\n".encode())
             answer = channel.makefile("rb").read().decode()
 
     assert answer.startswith("HTTP/1.1 400 ")
@@ -711,3 +712,18 @@ def test_openai_s_own_client_asks_and_goes_on_from_its_answers(run: Run, tmp_pat
     assert models == ["policy"]
     assert streamed.startswith("stream=True is nothing that this endpoint does")
     assert keyless.startswith("there is no such session")
+
+
+def test_requests_with_another_key_are_counted_in_the_metrics_of_an_episode(run: Run) -> None:
+    engine = ScriptedEngine(bpe(), counting)
+    source = """
+    def agent(row, base_url, api_key):
+        for guess in ("", "guess", "another"):
+            ask(base_url, guess, [user("play")])
+        ask(base_url, api_key, [user("play")])
+    """
+
+    (episode,) = run(engine, source)
+
+    assert episode.info == {"refused_guesses": 3.0}
+    assert episode.turn_count == 1

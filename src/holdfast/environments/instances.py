@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from holdfast import registry
 from holdfast.environments.base import (
     KIND_COLUMN,
     Message,
@@ -53,16 +54,32 @@ class Kind:
 
 
 @dataclass(frozen=True)
+class Servers:
+    """Servers whose tools a policy may call besides, as a feature starts them."""
+
+    tools: tuple[Tool, ...] = ()
+    closing: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = ()
+    """End the sessions of one episode."""
+    kept: frozenset[int] = frozenset()
+    """Processes that serve all episodes of a rank."""
+
+
+_NONE = Servers()
+
+
+@dataclass(frozen=True)
 class EnvironmentSource:
     """What instances are made of.
 
     Args:
         kinds: By the name in a row's column, or one without a name for all rows.
         kwargs: Of whatever makes them.
+        servers: What else is called.
     """
 
     kinds: Mapping[str, Kind]
     kwargs: Mapping[str, Any]
+    servers: Servers = _NONE
 
     @property
     def replayable(self) -> bool:
@@ -80,7 +97,7 @@ class EnvironmentSource:
         kind = self.kinds[name]
         form = kind.form(None if kind.make is None else kind.make(**self.kwargs))
         columns = {column: value for column, value in row.items() if not name or column != KIND_COLUMN}
-        return Instance(form, kind.tools, columns, seed)
+        return Instance(form, kind.tools, columns, seed, self.servers)
 
 
 def load(section: Mapping[str, Any], base: Path) -> EnvironmentSource:
@@ -90,9 +107,12 @@ def load(section: Mapping[str, Any], base: Path) -> EnvironmentSource:
         CannotStart: It is not there, or is no environment or no tool.
     """
     tools = [tool_of(load_name(path, base, SUBJECT)[0], SUBJECT) for path in section["tools"]]
+    servers: Servers = registry.load(registry.TOOL_SERVERS)(section, base) if section["mcp"] else _NONE
+    tools += servers.tools
     kwargs: Mapping[str, Any] = section["kwargs"]
     if section["path"] is None:
-        return EnvironmentSource({"": Kind(None, Form, _of_different_names(tools))}, kwargs)
+        alone = Kind(None, Form, _of_different_names(tools), replayable=not section["mcp"])
+        return EnvironmentSource({"": alone}, kwargs, servers)
     value, file = load_name(section["path"], base, SUBJECT, also=dict)
     parse = None if section["action"] is None else load_name(section["action"], base, SUBJECT)[0]
     makers = value if isinstance(value, dict) else {"": value}
@@ -101,10 +121,11 @@ def load(section: Mapping[str, Any], base: Path) -> EnvironmentSource:
         label = f"{name or section['path'].rpartition(':')[2]} in {file}"
         if not callable(make):
             raise CannotStart(f"{SUBJECT}: {label} is {make!r}, which makes no environment. Name a class.")
-        kinds[str(name)] = _kind(make, kwargs, parse, tools, label)
+        kind = _kind(make, kwargs, parse, tools, label)
+        kinds[str(name)] = replace(kind, replayable=kind.replayable and not section["mcp"])
     if not kinds:
         raise CannotStart(f"{SUBJECT}: {section['path']} in {file} is empty. Give it environments by name.")
-    return EnvironmentSource(kinds, kwargs)
+    return EnvironmentSource(kinds, kwargs, servers)
 
 
 def _kind(
@@ -183,10 +204,13 @@ class Instance:
         tools: What may be called.
         row: What it starts from.
         seed: Of its episode.
+        servers: Whose sessions end with it.
     """
 
-    def __init__(self, form: Form, tools: tuple[Tool, ...], row: Mapping[str, Any], seed: int) -> None:
-        self._form, self._row, self._seed = form, row, seed
+    def __init__(
+        self, form: Form, tools: tuple[Tool, ...], row: Mapping[str, Any], seed: int, servers: Servers = _NONE
+    ) -> None:
+        self._form, self._row, self._seed, self._servers = form, row, seed, servers
         self._tools = {tool.name: tool for tool in tools}
 
     def begin(self) -> tuple[Message, ...]:
@@ -212,7 +236,11 @@ class Instance:
 
     def close(self) -> None:
         """Give everything back."""
-        self._form.close()
+        try:
+            self._form.close()
+        finally:
+            for close in self._servers.closing:
+                self._form.awaited(close())
 
     def _with_final_reward(self, result: StepResult) -> StepResult:
         return replace(result, reward=result.reward + self._form.final_reward())

@@ -39,6 +39,8 @@ class Tool:
     """Validator of each parameter by its name; strict, so that "3" is no 3."""
     is_method: bool = False
     """Whether the function is a method of an environment."""
+    mistake_of: Callable[[Mapping[str, Any]], str] | None = None
+    """What is wrong with arguments, "" if nothing; in the place of `types` where the schema is another program's."""
 
 
 class CallMistake(ValueError):
@@ -156,6 +158,10 @@ def arguments_of(tool: Tool, call: ToolCall) -> dict[str, Any]:
     Raises:
         CallMistake: One is missing, unknown, or of another type.
     """
+    if tool.mistake_of is not None:
+        if mistake := tool.mistake_of(call.arguments):
+            raise CallMistake(f"{tool.name}: {mistake}")
+        return dict(call.arguments)
     parameters: Mapping[str, Any] = tool.schema["function"]["parameters"]
     properties, arguments = parameters["properties"], dict(call.arguments)
     unknown = [name for name in arguments if name not in properties]

@@ -31,7 +31,14 @@ def make_work(setup: Mapping[str, Any], _: Callable[[str], None]) -> Work:
         "answering": [name for name, kind in source.kinds.items() if kind.answers],
         "replayable": source.replayable,
     }
-    return Work(ready, partial(_serve, source), _is_answer, memory_bytes=section["memory_mib"] << 20)
+    return Work(
+        ready,
+        partial(_serve, source),
+        _is_answer,
+        memory_bytes=section["memory_mib"] << 20,
+        clear=source.clear if isinstance(source, AgentSource) else None,
+        kept=source.servers.kept,
+    )
 
 
 def _is_answer(value: object) -> bool:

@@ -43,6 +43,8 @@ class Work:
     """Most address space of a worker."""
     clear: Callable[[int], None] | None = None
     """Removes what a killed worker left; takes its process number."""
+    kept: frozenset[int] = frozenset()
+    """Children of the fork server that serve its workers and end with it."""
 
 
 @dataclass(eq=False)

@@ -48,6 +48,7 @@ class ForkServer:
         """By key, without those that leave."""
         self._log: str | None = None
         """Path of the log, if it has changed since the start."""
+        self._kept = set(work.kept)
         self._left: set[int] = set()
         """Processes that were killed and have not ended yet."""
         self._is_wanted = True
@@ -65,6 +66,7 @@ class ForkServer:
         finally:
             for worker in list(self._workers.values()):
                 self._kill(worker)
+            self._kept.clear()
             self._sweep()
 
     def _serve_once(self) -> None:
@@ -218,6 +220,7 @@ class ForkServer:
             if pid == 0:
                 return
             self._left.discard(pid)
+            self._kept.discard(pid)
             if pid in self._workers:
                 self._lose(self._workers[pid], status)
 
@@ -243,7 +246,9 @@ class ForkServer:
     def _sweep(self) -> None:
         """Kill orphans that have become children of this process, then the orphans that those deaths leave."""
         self._swept_at, self._must_sweep = time.monotonic(), False
-        while strays := [pid for pid in kernel.children() if pid not in self._workers and pid not in self._left]:
+        while strays := [
+            pid for pid in kernel.children() if pid not in self._workers and pid not in self._left | self._kept
+        ]:
             for pid in strays:
                 kernel.kill_with_group(pid)
             self._reap(strays)

@@ -49,6 +49,7 @@ PUBLIC = """
     PromptDataConfig.revision PromptDataConfig.system
     SourceConfig.columns SourceConfig.config_name SourceConfig.name SourceConfig.path SourceConfig.revision
     DistillRolloutConfig.stop EvaluationSamplingConfig.stop RolloutConfig.stop
+    AgentEndpointConfig.address SandboxConfig.image
     EnvironmentConfig.action EnvironmentConfig.path EnvironmentConfig.tools AgentConfig.run
     EvaluationConfig.sets PolicyEvaluationConfig.sets
     LoRAConfig.exclude LoRAConfig.experts LoRAConfig.path LoRAConfig.ranks LoRAConfig.targets LoRAConfig.train
@@ -63,7 +64,8 @@ PUBLIC = """
 """
 """Keys whose texts may leave a run. A key belongs here only if nobody has a reason to write a secret there."""
 SECRET = """
-    AgentConfig.command AgentConfig.kwargs EnvironmentConfig.kwargs StartConfig.arguments UserAdvantageConfig.kwargs
+    AgentConfig.command AgentConfig.kwargs EnvironmentConfig.kwargs EnvironmentConfig.mcp StartConfig.arguments
+    UserAdvantageConfig.kwargs
     UserEngineConfig.kwargs UserLossConfig.kwargs UserObjectiveConfig.kwargs UserOptimizerConfig.kwargs
     UserRewardConfig.kwargs UserTrackerConfig.kwargs
     ModelConfig.config ModelConfig.config_override ModelConfig.image_processor

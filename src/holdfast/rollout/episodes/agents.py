@@ -76,6 +76,13 @@ class AgentLoop(EpisodeLoop):
         self._printed: set[type[Exception]] = set()
         """Kinds of errors whose traceback is in the log."""
 
+    def _tell_guesses(self, index: int) -> None:
+        """Count requests without a key of an episode as told by the episode that ends next."""
+        if guesses := self._endpoint.guesses:
+            self._endpoint.guesses -= guesses
+            info = self._sessions[index].episode.info
+            info["refused_guesses"] = info.get("refused_guesses", 0.0) + guesses
+
     def abandon(self) -> None:
         """End every episode, and refuse what its agent asks."""
         calls = [asked.call for asked in (*self._sampling.values(), *self._able)]
@@ -178,6 +185,7 @@ class AgentLoop(EpisodeLoop):
 
     def _leave(self, index: int) -> None:
         super()._leave(index)
+        self._tell_guesses(index)
         if (key := self._keys.pop(index, None)) is not None:
             del self._episodes[key]
             self._endpoint.end(key)

@@ -290,8 +290,9 @@ class AgentEpisodes(LocalEpisodes):
         interrupted: Interrupted,
     ) -> Iterator[EpisodeLoop]:
         """Open the endpoint of these agents."""
-        syntax_of, limits = partial(self._syntax_of, writing), self._limits(sampling)
-        with Endpoint(sampling) as endpoint:
+        syntax_of, limits, section = partial(self._syntax_of, writing), self._limits(sampling), self.section
+        assert isinstance(section, AgentConfig)
+        with Endpoint(sampling, section.endpoint) as endpoint:
             yield AgentLoop(requests, self.pool, endpoint, syntax_of, writing.text_of, limits, interrupted)
 
     def _syntax_of(self, writing: Writing, tools: tuple[Mapping[str, Any], ...]) -> Syntax:

@@ -1,0 +1,1 @@
+"""Programs of agents in sandboxes: bubblewrap, podman and docker, whose only way out is the endpoint."""
