@@ -36,7 +36,7 @@ from holdfast.training.saving.differences import changed_fingerprints, has_defau
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
     "rollout.", "environment", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.",
-    "reference.", "updates.", "critic", "teacher.", "distill.", "neftune_alpha",
+    "reference.", "updates.", "critic", "teacher", "distill.", "neftune_alpha",
 )  # fmt: skip
 
 
