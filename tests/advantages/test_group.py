@@ -13,6 +13,7 @@ from holdfast.advantages.group import advantages, flat_groups, without_baseline
 from holdfast.config.sections.advantage import (
     BatchStdAdvantageConfig,
     DrGRPOAdvantageConfig,
+    GPGAdvantageConfig,
     GRPOAdvantageConfig,
     MaxRLAdvantageConfig,
     OPOAdvantageConfig,
@@ -30,6 +31,7 @@ Oracle = Callable[[list[Row]], list[list[float]]]
 COMPARED: dict[str, tuple[Any, Oracle]] = {
     "grpo": (GRPOAdvantageConfig(epsilon=1e-4), lambda rows: oracle.grpo(rows, 1e-4)),
     "dr_grpo": (DrGRPOAdvantageConfig(), oracle.dr_grpo),
+    "gpg": (GPGAdvantageConfig(), oracle.gpg),
     "rloo": (RLOOAdvantageConfig(), oracle.rloo),
     "reinforce_pp": (ReinforcePPAdvantageConfig(epsilon=1e-4), lambda rows: oracle.reinforce_pp(rows, 1e-4)),
     "reinforce_pp_baseline": (
@@ -98,6 +100,23 @@ def test_maximum_likelihood_divides_by_the_share_of_right_answers() -> None:
     assert not found[5].any()
 
 
+def test_policy_gradients_of_groups_make_up_for_groups_that_teach_nothing() -> None:
+    rows: list[Row] = [
+        [1, 0, 0, 0],
+        [1, 1, 1, 1],
+        [0, None, 0, 0],
+        [None, None, 1, None],
+        [1, 1, 0, None],
+        [0, 0, 0, 0],
+    ]
+
+    found = advantages(GPGAdvantageConfig(), as_array(rows))
+
+    np.testing.assert_allclose(found, oracle.gpg(rows), **EXACT)
+    assert found[0].tolist() == [0.75 * 2.5, -0.25 * 2.5, -0.25 * 2.5, -0.25 * 2.5]
+    assert not advantages(GPGAdvantageConfig(), as_array([rows[1], rows[5]])).any()
+
+
 @pytest.mark.parametrize("config", [each for each, _ in COMPARED.values()], ids=COMPARED)
 def test_a_completion_that_was_not_scored_moves_nobody(config: Any) -> None:
     rows = as_array(draw(0, holes=False))
@@ -148,11 +167,11 @@ def test_a_group_of_one_has_no_advantage_and_never_its_raw_reward(config: Any) -
     assert without_baseline(config, rewards).tolist() == [True, False, True]
 
 
-def test_a_group_without_a_baseline_is_in_no_standard_deviation() -> None:
+def test_a_group_without_a_baseline_is_in_nothing_of_the_batch() -> None:
     whole = np.array([[1.0, 0.0, 1.0], [2.0, 0.0, 0.5]])
     alone = np.concatenate([whole, [[100.0, math.nan, math.nan]]])
 
-    for config in (BatchStdAdvantageConfig(), ReinforcePPBaselineAdvantageConfig()):
+    for config in (BatchStdAdvantageConfig(), ReinforcePPBaselineAdvantageConfig(), GPGAdvantageConfig()):
         np.testing.assert_allclose(advantages(config, alone)[:2], advantages(config, whole), **EXACT)
 
 

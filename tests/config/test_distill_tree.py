@@ -30,6 +30,7 @@ ASKED = SERVED | {"distill": SAMPLED, "rollout": {}}
         {"distill": {"loss": "reverse_kl"}, "teacher": {"path": "t", "kind": "offloaded", "dtype": "bfloat16"}},
         {"rollout": {"share": 0.5, "max_new_tokens": 64}, "distill": {"sft_weight": 1.0}},
         {"rollout": {"temperature": 0.8}, "distill": SAMPLED | {"temperature": 0.8}},
+        {"teacher": [{"path": "t", "weight": 0.7}, {"path": "u", "kind": "offloaded", "weight": 2}]},
         ASKED,
         ASKED | {"teacher": SERVED["teacher"] | {"model": "large", "answers": "echo", "requests": 4}},
     ],
@@ -88,6 +89,13 @@ def test_the_tree_and_its_schema_accept(change: dict[str, Any]) -> None:
             "teacher.url sharded server",
         ),
         ({"teacher": {"path": "t", "kind": "shared"}}, "teacher 'shared' sharded"),
+        ({"teacher": {"path": "t", "weight": 0}}, "teacher.weight"),
+        ({"teacher": []}, "teacher"),
+        ({"teacher": [{"path": "t"}, {}]}, "teacher.1.path"),
+        ({"teacher": [{"path": "t"}, SERVED["teacher"]]}, "teacher.kind jsd"),
+        ({"teacher": [{"path": "t"}, {"path": "u"}], "distill": SAMPLED, "rollout": {}}, "teacher sampled_reverse_kl"),
+        ({"teacher": {"path": "t", "weight": 2}, "distill": SAMPLED, "rollout": {}}, "teacher sampled_reverse_kl"),
+        (ASKED | {"teacher": [SERVED["teacher"], SERVED["teacher"]]}, "teacher sampled_reverse_kl"),
         (
             ASKED
             | {"data": {"path": "d", "validation_split": 0.1}}

@@ -63,7 +63,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 2) -> dict
         assert metrics is not None
         lines.append(metrics)
     parameters = sharded_parameters(training.model.module)
-    teacher = sharded_parameters(training.evaluation.teacher.model)
+    teacher = sharded_parameters(training.evaluation.asked.model)
     placed = {(isinstance(value, DTensor), value.requires_grad, value.grad is None) for value in teacher.values()}
     held = sum(value.to_local().numel() if isinstance(value, DTensor) else value.numel() for value in teacher.values())
     everyone = [
@@ -127,9 +127,9 @@ def evaluated_twice(world: World, tree: dict[str, Any], rows: Any) -> list[dict[
 def idle(world: World, tree: dict[str, Any], rows: Any) -> None:
     """Let the teacher's server score a batch that holds nothing on any rank."""
     training = build_distillation_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
-    assert isinstance(training.evaluation.teacher.model, ServedModel)
+    assert isinstance(training.evaluation.asked.model, ServedModel)
     idle_batch = MiniBatch((pack([], []),), 0.0, 0, 0, 0)
-    scored(training.model, training.evaluation.teacher.model, idle_batch, "teacher_logprobs")
+    scored(training.model, training.evaluation.asked.model, idle_batch, "teacher_logprobs")
 
 
 def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:
@@ -138,9 +138,20 @@ def finished(world: World, tree: dict[str, Any], rows: Any) -> dict[str, float]:
 
 
 def by_hand(
-    student: Any, teacher: Any, texts: Sequence[Sequence[Text]], lr: float, *, sampled: bool = False, **loss: float
+    student: Any, teachers: Any, texts: Sequence[Sequence[Text]], lr: float, *, sampled: bool = False, **loss: float
 ) -> dict[str, Any]:
-    """Make the updates with plain transformers, a text at a time; `sampled` is the policy gradient on the texts."""
+    """Make the updates with plain transformers, a text at a time.
+
+    Args:
+        student: A model.
+        teachers: Another one, or pairs of weights and models.
+        texts: Of every step.
+        lr: Of plain descent.
+        sampled: The loss is the policy gradient on the texts.
+        loss: Arguments of the oracle.
+    """
+    weighted = teachers if isinstance(teachers, list) else [(1.0, teachers)]
+    sft = loss.pop("sft", 0.0)
     losses, gradients, divergences = [], [], []
     for of_step in texts:
         total: Any = 0.0
@@ -148,17 +159,18 @@ def by_hand(
         for tokens, mask in of_step:
             ids, trained = torch.tensor(tokens), torch.tensor(mask[1:])
             own, targets = oracle.logits_of(student, ids)[trained], ids[1:][trained]
-            with torch.no_grad():
-                theirs = oracle.logits_of(teacher, ids)[trained]
-            if sampled:
-                chosen, said = (
-                    logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1) for logits in (own, theirs)
-                )
-                terms, divergence = (chosen - said).detach() * chosen, chosen - said
-            else:
-                terms, divergence = oracle.losses(own, theirs, targets, **loss)
-            total = total + terms.sum()
-            apart += float(divergence.detach().sum())
+            chosen = own.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+            total = total - sft * chosen.sum()
+            for weight, teacher in weighted:
+                with torch.no_grad():
+                    theirs = oracle.logits_of(teacher, ids)[trained]
+                if sampled:
+                    said = theirs.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+                    terms, divergence = (chosen - said).detach() * chosen, chosen - said
+                else:
+                    terms, divergence = oracle.losses(own, theirs, targets, **loss)
+                total = total + weight * terms.sum()
+                apart += weight * float(divergence.detach().sum())
             count += len(targets)
         losses.append(float(total.detach()) / count)
         divergences.append(apart / count)

@@ -24,6 +24,8 @@ DISTILL = {"loss": {"kind": "jsd", "beta": 0.3}, "temperature": 1.5, "sft_weight
 TEACHER: dict[str, Any] = {"seed": 5, "hidden_size": 48, "num_hidden_layers": 1, "num_key_value_heads": 4}
 """Wider and shallower than the student. Norms of starcoder2 compute in float64 where the model does."""
 
+OTHER = TEACHER | {"seed": 6, "num_hidden_layers": 2}
+
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,6 +35,11 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_directory(tmp_path_factory.mktemp("teacher"), "starcoder2", **TEACHER)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_directory(tmp_path_factory.mktemp("other"), "starcoder2", **OTHER)
 
 
 def both() -> tuple[Any, Any]:
@@ -79,6 +86,56 @@ def test_every_split_makes_the_updates_of_full_distributions(  # noqa: PLR0913, 
     held = [found["held"] for found in outcomes]
     assert sum(held) == sum(values.numel() for values in stored.values())
     assert max(held) <= 1.1 * sum(held) / ranks
+
+
+@pytest.mark.parametrize(("ranks", "data", "place", "sections"), SPLITS[:-1])
+def test_two_teachers_teach_by_their_weights(  # noqa: PLR0913, PLR0917 - a split and its fixtures
+    pools: Any,
+    student: Path,
+    teacher: Path,
+    other: Path,
+    ranks: int,
+    data: dict[str, Any],
+    place: dict[str, Any],
+    sections: dict[str, Any],
+) -> None:
+    tree = settings(student, teacher, distill=DISTILL, data=data, **sections)
+    tree["teacher"] = [{"path": str(teacher), "weight": 0.75, **place}, {"path": str(other), "weight": 0.5}]
+    texts, (own, first) = texts_of(ROWS, character_tokenizer()), both()
+    second = tiny_model("starcoder2", **OTHER).double()
+    expected = by_hand(own, [(0.75, first), (0.5, second)], [texts[:4], texts[4:]], 0.5, **LOSS)
+
+    outcomes = pools(ranks).run(train, tree, ROWS)
+
+    for found in outcomes:
+        assert_same(found, expected)
+        np.testing.assert_allclose([line["divergence"] for line in found["lines"]], expected["divergences"], rtol=1e-10)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_teachers_resumes_at_another_number_of_ranks_and_knows_their_weights(
+    pools: Any, student: Path, teacher: Path, other: Path, tmp_path: Path
+) -> None:
+    def tree(place: str, steps: int, weight: float = 0.5) -> dict[str, Any]:
+        sections = {
+            "run": {"dir": str(tmp_path / place), "name": "r"},
+            "optim": {"kind": "adamw", "lr": 0.01},
+            "checkpoint": {"every_steps": 2},
+        }
+        teachers = [{"path": str(teacher), "weight": 0.75}, {"path": str(other), "weight": weight}]
+        return settings(student, teacher, steps=steps, **sections) | {"teacher": teachers}
+
+    pools(2).run(finished, tree("straight", 4), ROWS * 2)
+    pools(2).run(finished, tree("resumed", 2), ROWS * 2)
+    pools(1).run(finished, tree("resumed", 4), ROWS * 2)
+    straight, resumed = metrics_of(tmp_path / "straight"), metrics_of(tmp_path / "resumed")
+
+    assert [*straight] == [*resumed] == [1, 2, 3, 4]
+    for step, numbers in straight.items():
+        assert resumed[step] == pytest.approx(numbers, rel=1e-9), step
+    for kind, message in pools(2).errors(finished, tree("resumed", 6, weight=0.25), ROWS * 2):
+        assert kind == "CheckpointMismatch"
+        assert "teacher" in message, message
 
 
 @pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0)])
@@ -247,6 +304,22 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_is_written(  # n
     assert errors[0] == errors[1]
     assert errors[0][0] in {"ModelError", "ConfigError"}
     assert words in errors[0][1]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_of_two_teachers_with_other_tokens_is_refused_by_name(
+    pools: Any, student: Path, teacher: Path, tmp_path: Path
+) -> None:
+    stranger = tiny_directory(tmp_path / "stranger", "starcoder2", **TEACHER)
+    of_other_words(stranger)
+    tree = settings(student, teacher, run={"dir": str(tmp_path / "runs")})
+    tree["teacher"] = [{"path": str(teacher)}, {"path": str(stranger)}]
+
+    errors = pools(2).errors(finished, tree, ROWS)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ModelError"
+    assert f"{stranger} has other tokens than the student (60 against 60" in errors[0][1]
     assert not (tmp_path / "runs").exists()
 
 

@@ -105,6 +105,7 @@ def test_what_a_refusal_advises_is_accepted(value: Any) -> None:
         ("rloo", 2, False),
         ("opo", 2, False),
         ("maxrl", 2, False),
+        ("gpg", 2, False),
         ("batch_std", 2, False),
         ("reinforce_pp", 1, False),
         ("reinforce_pp_baseline", 2, False),

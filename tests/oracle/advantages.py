@@ -49,6 +49,17 @@ def maxrl(row: Row) -> list[float]:
     return [0.0 if r is None or not right else r * scored / right - 1 for r in row]
 
 
+def gpg(rows: list[Row]) -> list[list[float]]:
+    """Return centred rewards times groups of two and more over those of them with two different rewards."""
+    groups = [row for row in rows if len(known([row])) > 1]
+    uneven = [row for row in groups if len(set(known([row]))) > 1]
+    result = []
+    for row in rows:
+        factor = len(groups) / len(uneven) if row in uneven else 0.0
+        result.append([0.0 if r is None else (r - statistics.mean(known([row]))) * factor for r in row])
+    return result
+
+
 def reinforce_pp(rows: list[Row], epsilon: float) -> list[list[float]]:
     mean, spread = statistics.mean(known(rows)), statistics.stdev(known(rows))
     return [[0.0 if r is None else (r - mean) / (spread + epsilon) for r in row] for row in rows]

@@ -19,6 +19,7 @@ from holdfast.config.sections.advantage import (
     BatchStdAdvantageConfig,
     DrGRPOAdvantageConfig,
     GAEAdvantageConfig,
+    GPGAdvantageConfig,
     GRPOAdvantageConfig,
     MaxRLAdvantageConfig,
     OPOAdvantageConfig,
@@ -57,6 +58,8 @@ def advantages(
     - batch_std: r - mean of the group, over the batch's std of r. Liu et al. (arXiv:2508.08221).
     - opo: r - sum(l r) / sum(l) over the group, l being lengths. Hao et al. (arXiv:2505.23585).
     - maxrl: (r - mean) / mean of the group; 0 where the mean is not above 0. Tajwar et al. (arXiv:2602.02710).
+    - gpg: r - mean of the group, times groups / groups that are not flat, of those of the batch with a baseline. Chu et
+      al. (arXiv:2504.02546).
     - remax: r - reward of the greedy completion. Li et al. (arXiv:2310.10505), algorithm 1.
     - pass_at_k: see `pass_at_k`.
 
@@ -180,6 +183,10 @@ def _compared(
             mean = _mean(rewards)
             right = mean > config.tolerance
             return np.where(right, _centred(rewards, config.tolerance) / np.where(right, mean, 1.0), 0.0)
+        case GPGAdvantageConfig():
+            uneven = int((~flat_groups(rewards, config.tolerance)).sum())
+            groups = int(np.isfinite(rewards).any(axis=1).sum())
+            return _centred(rewards, config.tolerance) * (groups / max(uneven, 1))
         case ReinforcePPAdvantageConfig():
             batch = rewards.reshape(1, -1)
             scaled = _scaled(_centred(batch, config.tolerance), _deviations(batch) + config.epsilon)

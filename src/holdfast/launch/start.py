@@ -18,7 +18,7 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.sections.data import SourceConfig
 from holdfast.config.sections.metrics import UserTrackerConfig
 from holdfast.config.sections.reward import ModelRewardConfig, UserRewardConfig
-from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
+from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS, engine_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
@@ -130,8 +130,9 @@ def _models(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     model, lora = config.model, config.model.lora
     model_keys = [("model.path", model.path), ("model.tokenizer", model.tokenizer)]
     model_keys += [("model.lora.path", lora.path)] if lora is not None else []
-    if isinstance(config, DistillConfig) and isinstance(config.teacher, TeacherConfig):
-        model_keys += [("teacher.path", config.teacher.path), ("teacher.tokenizer", config.teacher.tokenizer)]
+    if isinstance(config, DistillConfig):
+        for key, section in config.teachers_in_memory():
+            model_keys += [(f"{key}.path", section.path), (f"{key}.tokenizer", section.tokenizer)]
     if isinstance(config, GRPOConfig):
         model_keys += [
             ("reward.path", reward.path) for reward in config.reward if isinstance(reward, ModelRewardConfig)

@@ -47,5 +47,5 @@ def distill_step(training: DistillTraining) -> dict[str, float] | None:
         except StepAbandoned:
             stream.load_state(before)  # its rows are read again after a resume
             raise
-    mini_batch = compared_with_teacher(student, training.evaluation.teacher.model, objective, mini_batch)
+    mini_batch = compared_with_teacher(student, training.evaluation.asked.model, objective, mini_batch)
     return train_step(student, mini_batch, objective, source_names=training.source_names).read().metrics

@@ -31,7 +31,7 @@ _SEALED = re.compile(re.escape(_SEAL).replace(r"\{\}", "([0-9a-f]{32})") + r"\n\
 _SETTINGS = (
     "steps", "epochs", "objective", "advantage", "kl", "reward", "optim.kind", "optim.lr", "optim.schedule.kind",
     "optim.weight_decay", "optim.clip_norm", "data.batch_size", "data.max_length", "data.train_on",
-    "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "model.lora", "teacher.path", "seed",
+    "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "model.lora", "teacher", "seed",
 )  # fmt: skip
 _METHODS = {
     "sft": "supervised fine-tuning",

@@ -134,6 +134,16 @@ class MaxRLAdvantageConfig(_Advantage):
     kind: Literal["maxrl"] = "maxrl"
 
 
+class GPGAdvantageConfig(_Advantage):
+    """(reward - group mean) * groups / groups whose rewards differ, both of the batch (GPG, arXiv:2504.02546).
+
+    The factor makes up for groups of identical rewards, which add nothing to the gradient and count in its mean. Made
+    for one update per rollout, as in `objective: reinforce`.
+    """
+
+    kind: Literal["gpg"] = "gpg"
+
+
 class ReMaxAdvantageConfig(_Advantage):
     """Reward - reward of the greedy completion (ReMax, arXiv:2310.10505)."""
 
@@ -211,6 +221,7 @@ AdvantageConfig = Annotated[
     | RLOOAdvantageConfig
     | OPOAdvantageConfig
     | MaxRLAdvantageConfig
+    | GPGAdvantageConfig
     | ReinforcePPAdvantageConfig
     | ReinforcePPBaselineAdvantageConfig
     | ReMaxAdvantageConfig

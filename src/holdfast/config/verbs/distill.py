@@ -1,4 +1,4 @@
-"""The tree of `holdfast distill`: a student, its teacher, and how far apart their predictions are."""
+"""The tree of `holdfast distill`: a student, its teachers, and how far apart their predictions are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, Fraction, Mistake, NonNegative, Positive, PositiveInt, PublicStr, Section, Seed
+from holdfast.config.base import (
+    ByKind,
+    Fraction,
+    Mistake,
+    NonNegative,
+    OneOrSeveral,
+    Positive,
+    PositiveInt,
+    PublicStr,
+    Section,
+    Seed,
+)
 from holdfast.config.sections.rollout import EngineConfig
 from holdfast.config.sections.server import ServerConfig
 from holdfast.config.verbs.training import TrainingConfig
@@ -24,6 +35,8 @@ class TeacherConfig(Section):
     """Directory or hub name of its tokenizer, which must have the student's tokens; default: that of `path`."""
     kind: Literal["sharded", "offloaded"] = "sharded"
     """`sharded`: like the student; `offloaded`: in host memory, gathered unit by unit."""
+    weight: Positive = 1.0
+    """Factor of the divergence from it: the loss is the sum over teachers. Weights need not sum to 1."""
     dtype: Literal["same", "float32", "bfloat16"] = "same"
     """Storage of its parameters; `same` follows `model.dtype`."""
     trust_remote_code: bool = False
@@ -103,7 +116,8 @@ class DistillConfig(TrainingConfig):
 
     verb = "distill"
     samples = True
-    teacher: TeacherSection = Field(examples=[{"path": "Qwen/Qwen3-8B"}])
+    teacher: Annotated[list[TeacherSection], Field(min_length=1, examples=[{"path": "Qwen/Qwen3-8B"}]), OneOrSeveral()]
+    """One teacher or several, which all have the student's tokens; the loss sums the weighted divergences from each."""
     distill: DistillLossConfig = DistillLossConfig()
     rollout: DistillRolloutConfig | None = None
     """Leave it out to train on the rows' answers alone."""
@@ -115,8 +129,33 @@ class DistillConfig(TrainingConfig):
             yield from self._of_samples()
         if self.rollout is not None:
             yield from self._of_rollouts(self.rollout)
-        if isinstance(self.teacher, ServerTeacherConfig):
+        if self.has_server:
             yield from self._of_servers()
+        yield from self._of_several()
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a teacher is behind a server."""
+        return any(isinstance(each, ServerTeacherConfig) for each in self.teacher)
+
+    def teachers_in_memory(self) -> list[tuple[str, TeacherConfig]]:
+        """Return the sections of teachers that the ranks hold, each with its key."""
+        several = len(self.teacher) > 1
+        return [
+            (f"teacher.{number}" if several else "teacher", section)
+            for number, section in enumerate(self.teacher)
+            if isinstance(section, TeacherConfig)
+        ]
+
+    def _of_several(self) -> Iterator[Mistake]:
+        if self.distill.loss.kind == "sampled_reverse_kl":
+            weighed = any(section.weight != 1.0 for _, section in self.teachers_in_memory())
+            if len(self.teacher) > 1 or weighed:
+                yield (
+                    "teacher",
+                    "sampled_reverse_kl compares with one teacher of weight 1; use distill.loss: reverse_kl and "
+                    "teachers in memory, or leave the others out",
+                )
 
     def _of_servers(self) -> Iterator[Mistake]:
         for key, metric in self.metrics_of_best().items():
@@ -148,7 +187,7 @@ class DistillConfig(TrainingConfig):
         key, kind, rollout = "distill.loss", self.distill.loss.kind, self.rollout
         if rollout is None or rollout.share < 1:
             state = "no rollout section" if rollout is None else f"rollout.share={rollout.share:g}"
-            fix = "set rollout: {share: 1}" if isinstance(self.teacher, ServerTeacherConfig) else "use reverse_kl"
+            fix = "set rollout: {share: 1}" if self.has_server else "use reverse_kl"
             yield key, f"{kind} is an estimate on tokens that the student sampled, and there is {state}; {fix}"
             return
         if rollout.temperature != self.distill.temperature:

@@ -1,14 +1,16 @@
-"""A student and its teacher over the whole vocabulary, without the logits of a sequence of either.
+"""A student and its teachers over the whole vocabulary, without the logits of a sequence of any.
 
-Within the student's forward pass the teacher makes its own, up to hidden states. While the parameters of both heads are
-gathered, the logits of one chunk of tokens at a time are formed of both, compared, and turned into the gradients of the
-student's hidden states and head: four matrix products in all, two of them for the gradients. Alive at once are a
-chunk's logits of both and a copy in the product's dtype, 3 [n, V], and up to eight temporaries over a block of rows.
+Within the student's forward pass each teacher in turn makes its own, up to hidden states. While the parameters of both
+heads are gathered, the logits of one chunk of tokens at a time are formed of both, compared, and turned into the
+gradients of the student's hidden states and head: four matrix products for each teacher, two of them for the gradients.
+Alive at once are a chunk's logits of both and a copy in the product's dtype, 3 [n, V], and up to eight temporaries over
+a block of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -39,21 +41,44 @@ _BLOCK_ELEMENTS_ON_DEVICE = 2**24
 """Logits compared at once on a device."""
 
 
+HeadObserver = Callable[..., None]
+"""(head specification, hidden states that predict the tokens, [N, H'], head, weight=...): takes how a teacher's logits
+follow from its hidden states, and its factor in the loss."""
+
+
+@dataclass(frozen=True)
+class WeightedTeacher:
+    """A teacher, with the student's tokens and in evaluation mode, and its part in a comparison."""
+
+    model: PolicyModel
+    weight: float = 1.0
+    """Factor of the divergence from it."""
+
+
 class TeacherComparison:
-    """A comparison with a teacher: an objective of a `StudentModel`, which alone sees whole distributions.
+    """A comparison with teachers: an objective of a `StudentModel`, which alone sees whole distributions.
+
+    The divergence of a token is the sum over teachers of weight times the divergence from that teacher; weights are
+    taken as they are, and need not sum to 1.
 
     Args:
         loss: What is compared.
-        teacher: With the student's tokens, and in evaluation mode; batches go to it as they go to the student.
+        teachers: At least one; batches go to each as they go to the student.
     """
 
     separable = True
     needs_entropy = False
     needs_teacher_logprobs = False
 
-    def __init__(self, loss: Distillation, teacher: PolicyModel) -> None:
+    def __init__(self, loss: Distillation, teachers: Sequence[WeightedTeacher]) -> None:
         self.loss = loss
-        self.teacher = teacher
+        self.teachers = tuple(teachers)
+
+    def show(self, batch: Batch, look: HeadObserver) -> None:
+        """Let a function look at the predictions of each teacher in turn."""
+        for teacher in self.teachers:
+            model = teacher.model
+            model.show_predictors(batch, partial(look, model.head_spec, weight=teacher.weight))
 
     def token_terms(self, logprobs: Tensor, entropy: Tensor | None, tokens: Tokens) -> Tensor:  # noqa: ARG002
         """Belongs to losses of single log-probabilities."""
@@ -73,27 +98,19 @@ class StudentModel(PolicyModel):
         if not isinstance(objective, TeacherComparison):
             return super()._scored(hidden, batch, objective, temperature, entropy)
         predicted = hidden.flatten(0, 1).index_select(0, spans.predictors(batch))
-        targets, tokens, teacher = (
-            batch.tokens.flatten()[spans.scored_here(batch)],
-            scored_tokens(batch),
-            objective.teacher,
-        )
+        targets, tokens = batch.tokens.flatten()[spans.scored_here(batch)], scored_tokens(batch)
         compared = partial(
             distilled,
             targets=targets,
             weights=spans.tokens_here(tokens, batch).weights,
             loss=objective.loss,
             spec=self.head_spec,
-            ask=lambda look: teacher.show_predictors(batch, partial(look, teacher.head_spec)),
+            ask=partial(objective.show, batch),
             entropy=entropy,
         )
         loss, scores, sums = self._with_head(predicted, compared, again=False)
         scores = spans.scores_of_all(scores, batch, self.context)
         return LossSum(loss, scores, spans.counted_once(objective.sums(scores, tokens), batch) | sums)
-
-
-HeadObserver = Callable[[HeadSpec, Tensor, HeadWeights], None]
-"""Takes how a teacher's logits follow from its hidden states, those that predict the tokens, [N, H'], and its head."""
 
 
 def distilled(  # noqa: PLR0913 - both sides of a comparison
@@ -116,7 +133,7 @@ def distilled(  # noqa: PLR0913 - both sides of a comparison
         weights: [N], of their terms.
         loss: What is compared.
         spec: How the student's logits follow from hidden states.
-        ask: Lets a function look at the teacher's predictions, once.
+        ask: Lets a function look at the predictions of each teacher, once.
         entropy: Also return the student's entropy.
 
     Returns:
@@ -157,11 +174,14 @@ class _Comparison:
         self._wants_gradients = any(tensor is not None for tensor in (self._by_hidden, self._by_weight, self._by_bias))
         empty = partial(torch.zeros, targets.shape[0], device=hidden.device)
         self.logprobs, self.divergences, self.teacher_logprobs = (empty(dtype=exact) for _ in range(3))
-        self.accuracy, self.agrees = empty(), empty(dtype=torch.bool)
+        self.accuracy, self.agreement = empty(), empty(dtype=exact)
         self.entropy = empty(dtype=exact) if entropy else None
+        self._teacher_weights, self._sft_weight = 0.0, loss.sft_weight
 
-    def look(self, spec: HeadSpec, hidden: Tensor, head: HeadWeights) -> None:
-        """Compare with a teacher's predictions, and form the gradients."""
+    def look(self, spec: HeadSpec, hidden: Tensor, head: HeadWeights, weight: float = 1.0) -> None:
+        """Compare with a teacher's predictions, and add to the gradients; the student's logits are made once more."""
+        self._sft_weight = 0.0 if self._teacher_weights else self._loss.sft_weight
+        self._teacher_weights += weight
         states, head = factors_of(hidden, head, spec)
         vocabulary = self._head.weight.shape[0]
         size = chunk_tokens(self._spec, _BUFFERS * vocabulary, hidden.device)
@@ -174,13 +194,13 @@ class _Comparison:
             for first in range(start, stop, block):
                 rows = slice(first, min(first + block, stop))
                 here = slice(rows.start - start, rows.stop - start)
-                self._compare(logits[here], taught[here], rows)
+                self._compare(logits[here], taught[here], rows, weight)
             del taught
             if self._wants_gradients:
                 self._add(logits if slope is None else logits.mul_(slope), slice(start, stop))
             del logits, slope  # or two chunks of logits would be alive at once
 
-    def _compare(self, logits: Tensor, taught: Tensor, rows: slice) -> None:
+    def _compare(self, logits: Tensor, taught: Tensor, rows: slice, weight: float) -> None:
         """Compare rows of a chunk, [r, V] logits each; the student's become the loss's derivative."""
         loss, targets = self._loss, self._targets[rows, None]
         shared = min(logits.shape[1], taught.shape[1])
@@ -190,21 +210,21 @@ class _Comparison:
         best = logits.argmax(-1)
         maximum, largest = count_largest(logits)
         self.accuracy[rows] = accuracy_of(logits.gather(1, targets).squeeze(1), maximum, largest)
-        self.agrees[rows] = best == taught.argmax(-1)
-        self.teacher_logprobs[rows] = taught.gather(1, targets).squeeze(1) - taught.logsumexp(-1)
+        self.agreement[rows] += (best == taught.argmax(-1)) * weight
+        self.teacher_logprobs[rows] += (taught.gather(1, targets).squeeze(1) - taught.logsumexp(-1)) * weight
         if self.entropy is not None:
             self.entropy[rows] = -(logprobs.exp() * logprobs).sum(-1)
         same = loss.temperature == 1.0 and shared == logits.shape[1]
         student = logprobs if same else (logits[:, :shared] / loss.temperature).log_softmax(-1)
         divergence = generalised_jsd(student, (taught / loss.temperature).log_softmax(-1), loss.beta)
-        self.divergences[rows] = divergence.values
+        self.divergences[rows] += divergence.values * weight
         if not self._wants_gradients:
             return
         logits.zero_()
-        if loss.sft_weight:
-            torch.exp(logprobs, out=logits).mul_(loss.sft_weight)
-            logits.scatter_add_(1, targets, torch.full_like(targets, -loss.sft_weight, dtype=logits.dtype))
-        logits[:, :shared].add_(divergence.by_logits, alpha=1.0 / loss.temperature)
+        if self._sft_weight:
+            torch.exp(logprobs, out=logits).mul_(self._sft_weight)
+            logits.scatter_add_(1, targets, torch.full_like(targets, -self._sft_weight, dtype=logits.dtype))
+        logits[:, :shared].add_(divergence.by_logits, alpha=weight / loss.temperature)
         logits.mul_(self._weights[rows, None])
 
     def _add(self, by_logits: Tensor, rows: slice) -> None:
@@ -213,7 +233,7 @@ class _Comparison:
         by_logits.mul_(self._spec.scale)
         narrow = by_logits.to(states.dtype)
         if self._by_hidden is not None:
-            self._by_hidden[rows] = narrow @ self._weight
+            self._by_hidden[rows] += narrow @ self._weight
         if self._by_weight is not None:
             add_product(self._by_weight, narrow, states)
         if self._by_bias is not None:
@@ -234,10 +254,14 @@ class _Comparison:
         return [self._by_hidden, self._by_weight, self._by_bias]
 
     def sums(self) -> dict[str, Tensor]:
-        """Return the mean divergence, the teacher's own loss on the tokens, and how often both have one favourite."""
+        """Return the mean divergence, the teacher's own loss on the tokens, and how often both have one favourite.
+
+        The last two are means over teachers by their weights.
+        """
         count = float(self.logprobs.numel())
+        of_teachers = count * self._teacher_weights
         return {
             "divergence": ratio(self.divergences.sum(dtype=torch.float64), count),
-            "teacher/nll": ratio(-self.teacher_logprobs.sum(dtype=torch.float64), count),
-            "teacher/agreement": ratio(self.agrees.sum(), count),
+            "teacher/nll": ratio(-self.teacher_logprobs.sum(dtype=torch.float64), of_teachers),
+            "teacher/agreement": ratio(self.agreement.sum(dtype=torch.float64), of_teachers),
         }

@@ -4,6 +4,7 @@ written."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.errors import DataError
 from holdfast.models.heads.policy import PolicyModel
-from holdfast.models.heads.student import TeacherComparison
+from holdfast.models.heads.student import TeacherComparison, WeightedTeacher
 from holdfast.models.setup.model import Blueprint
 from holdfast.objectives.supervised import BothLikelihoods, Comparison, Distillation, SampledReverseKL
 from holdfast.parallel.mesh import World
@@ -27,8 +28,7 @@ from holdfast.training.distillation.run import (
 )
 from holdfast.training.engines import layout_of, open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
-from holdfast.training.other_models.reference import ServedModel
-from holdfast.training.other_models.teacher import Teacher, build_teacher
+from holdfast.training.other_models.teacher import Teacher, build_teachers, marks
 from holdfast.training.policy.run import Sampler
 from holdfast.training.rollout_memory import deal_memory
 from holdfast.training.run import Identity, Run
@@ -73,19 +73,19 @@ def build_distillation_run(
         tokenise = _tokeniser(config, run, evaluation.model.blueprint, setup.data)
         stream = training_stream(run, setup.data, tokenise, layout)
     training = DistillTraining(**vars(training_of(setup, evaluation, stream)))
-    training.identity = _with_teacher(config, evaluation.teacher, training.identity)
+    training.identity = _with_teachers(config, evaluation.teachers, training.identity)
     if config.rollout is not None:
         training.writing = _writing(config, evaluation, layout)
     return training
 
 
-def _with_teacher(config: DistillConfig, teacher: Teacher, identity: Identity) -> Identity:
-    """Return fingerprints with those of the teacher, and of the loss."""
+def _with_teachers(config: DistillConfig, teachers: Sequence[Teacher], identity: Identity) -> Identity:
+    """Return fingerprints with those of the teachers, and of the loss."""
     rollout = None if config.rollout is None else config.rollout.model_dump(mode="json", include=_SAMPLED_BY)
     loss = {"distill": config.distill.model_dump_json(), "rollout": json.dumps(rollout, sort_keys=True)}
     return {
         **identity,
-        "model": {**identity["model"], "teacher": teacher.mark},
+        "model": {**identity["model"], "teacher": marks(teachers)},
         "objective": {**identity["objective"], **loss},
     }
 
@@ -97,11 +97,11 @@ def _writing(config: DistillConfig, evaluation: DistillEvaluation, layout: Layou
     sampler = Sampler(open_engine(student, section))
     deal_memory(sampler.engine, student, section, config.data.max_length - section.max_new_tokens)
     seed = config.seed if section.seed is None else section.seed
-    return StudentSampling(sampler, section, seed, layout, objective_of_samples(config, evaluation.teacher))
+    return StudentSampling(sampler, section, seed, layout, objective_of_samples(config, evaluation.teachers))
 
 
 def build_distillation_evaluation(config: DistillConfig, base: Path, world: World) -> DistillEvaluation:
-    """Return a student, its teacher and its evaluation sets.
+    """Return a student, its teachers and its evaluation sets.
 
     Raises:
         UserError: As `build_distillation_run`.
@@ -111,27 +111,29 @@ def build_distillation_evaluation(config: DistillConfig, base: Path, world: Worl
 
 def _evaluation(config: DistillConfig, setup: RunSetup) -> DistillEvaluation:
     student = build_model(setup.run, setup.live, partial(_look_at_rows, config, setup))
-    teacher = build_teacher(student)
+    teachers = build_teachers(student)
     sets = evaluation_sets(setup, student, _BLIND)
     student.temperature = config.distill.temperature
-    return DistillEvaluation(model=student, objective=objective_of_rows(config, teacher), sets=sets, teacher=teacher)
+    return DistillEvaluation(model=student, objective=objective_of_rows(config, teachers), sets=sets, teachers=teachers)
 
 
-def objective_of_rows(config: DistillConfig, teacher: Teacher) -> Comparison:
+def objective_of_rows(config: DistillConfig, teachers: Sequence[Teacher]) -> Comparison:
     """Return the comparison on the answers of rows."""
-    match teacher.model:
-        case ServedModel():
-            return BothLikelihoods()
-        case model:
-            return TeacherComparison(_divergence(config), model)
+    if config.has_server:
+        return BothLikelihoods()
+    return TeacherComparison(_divergence(config), _weighted(teachers))
 
 
-def objective_of_samples(config: DistillConfig, teacher: Teacher) -> Comparison:
+def objective_of_samples(config: DistillConfig, teachers: Sequence[Teacher]) -> Comparison:
     """Return the comparison on what the student wrote."""
     if config.distill.loss.kind == "sampled_reverse_kl":
         return SampledReverseKL()
-    assert isinstance(teacher.model, PolicyModel), "the configuration refuses a server that would tell distributions"
-    return TeacherComparison(replace(_divergence(config), sft_weight=0.0), teacher.model)
+    return TeacherComparison(replace(_divergence(config), sft_weight=0.0), _weighted(teachers))
+
+
+def _weighted(teachers: Sequence[Teacher]) -> list[WeightedTeacher]:
+    """Return teachers of whole distributions; the configuration refuses a server here."""
+    return [WeightedTeacher(each.model, each.weight) for each in teachers if isinstance(each.model, PolicyModel)]
 
 
 def _divergence(config: DistillConfig) -> Distillation:

@@ -32,10 +32,15 @@ from holdfast.types import Example, Group, MiniBatch, Prompt
 
 @dataclass(kw_only=True)
 class DistillEvaluation(Evaluation):
-    """A student, and the teacher it is compared with on the answers of rows."""
+    """A student, and the teachers it is compared with on the answers of rows."""
 
     objective: Comparison
-    teacher: Teacher
+    teachers: tuple[Teacher, ...]
+
+    @property
+    def asked(self) -> Teacher:
+        """The teacher of an objective that reads log-probabilities of tokens, of which there is one."""
+        return self.teachers[0]
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def evaluate_distilled(
 
     Of a teacher behind a server the likelihoods alone.
     """
-    teacher = evaluation.teacher.of_sets
+    teacher = evaluation.asked.of_sets
     prepare = partial(compared_with_teacher, evaluation.model, teacher, evaluation.objective)
     return evaluate(evaluation, label, interrupted, prepare)
 

@@ -1,10 +1,11 @@
-"""The teacher of a distillation: a frozen model with the student's tokenizer.
+"""The teachers of a distillation: frozen models with the student's tokenizer.
 
-It is built and sharded like the student, or served by an endpoint (features/served_models).
+Each is built and sharded like the student, or served by an endpoint (features/served_models).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,22 +31,33 @@ class Teacher:
     """The teacher for evaluation sets, whose rows repeat: a server's answers for them are cached."""
     mark: str
     """Identifies the teacher's weights: the hash of the files, or the name of the served model."""
+    weight: float = 1.0
+    """Factor of the divergence from it."""
 
 
-def build_teacher(student: Model) -> Teacher:
-    """Return the teacher of a freshly built student.
+def marks(teachers: Sequence[Teacher]) -> str:
+    """Return what identifies the weights of all teachers, and their factors in the loss."""
+    return ", ".join(each.mark if each.weight == 1.0 else f"{each.weight!r} {each.mark}" for each in teachers)
+
+
+def build_teachers(student: Model) -> tuple[Teacher, ...]:
+    """Return the teachers of a freshly built student.
 
     Raises:
-        ModelError: It has other tokens than the student, its files do not fit, or it is not where its plan puts it.
+        ModelError: One has other tokens than the student, its files do not fit, or it is not where its plan puts it.
         ConfigError: It cannot read the student's batches, or its server cannot be used.
     """
     config = student.run.config
     assert isinstance(config, DistillConfig)
-    match config.teacher:
-        case ServerTeacherConfig() as section:
+    return tuple(_built(student, config, section) for section in config.teacher)
+
+
+def _built(student: Model, config: DistillConfig, section: TeacherConfig | ServerTeacherConfig) -> Teacher:
+    match section:
+        case ServerTeacherConfig():
             served: ServedModel = registry.load(registry.SERVED_TEACHER)(student, section)
             return Teacher(served, served.remembering(), f"server {served.name}")
-        case section:
+        case TeacherConfig():
             return _in_memory(student, config, section)
 
 
@@ -60,7 +72,7 @@ def _in_memory(student: Model, config: DistillConfig, section: TeacherConfig) ->
     if note and student.run.world.is_first:
         print(note, flush=True)
     fingerprint_once(origin.directory, ranks)
-    return Teacher(teacher.module, teacher.module, weights_fingerprint(origin, config.seed))
+    return Teacher(teacher.module, teacher.module, weights_fingerprint(origin, config.seed), section.weight)
 
 
 def teacher_configuration(config: DistillConfig, section: TeacherConfig, student: Model) -> DistillConfig:

@@ -37,7 +37,7 @@ from holdfast.types import EpisodeSummary
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
     "rollout.", "environment", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.",
-    "reference.", "updates.", "critic", "teacher.", "distill.", "neftune_alpha",
+    "reference.", "updates.", "critic", "teacher", "distill.", "neftune_alpha",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from holdfast.config.sections.algorithm import NLLConfig
-from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
+from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.data.batches.packing import Share, pack, to_device
 from holdfast.data.tokens.vision import ImageSide
@@ -47,7 +47,7 @@ def why_unused(config: TrainingConfig) -> str:
     match config:
         case SFTConfig(objective=NLLConfig(label_smoothing=share)) if share:
             return "objective.label_smoothing reads the logits of all tokens"
-        case DistillConfig(teacher=TeacherConfig()) if config.distill.loss.kind != "sampled_reverse_kl":
+        case DistillConfig(has_server=False) if config.distill.loss.kind != "sampled_reverse_kl":
             return "the divergence reads the logits of the teacher too"
         case _:
             return ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.config.sections.reward import ModelRewardConfig
-from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
+from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.features.plan.checks.findings import Finding, ok, unknown
@@ -48,8 +48,8 @@ def look_at_weights(config: TrainingConfig, base: Path, *, runs_code: bool) -> I
 
 def _others(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     """Yield key and path of every model that a run reads besides its own."""
-    if isinstance(config, DistillConfig) and isinstance(config.teacher, TeacherConfig):
-        yield "teacher.path", config.teacher.path
+    if isinstance(config, DistillConfig):
+        yield from ((f"{key}.path", section.path) for key, section in config.teachers_in_memory())
     if isinstance(config, GRPOConfig):
         if config.critic is not None and config.critic.path is not None:
             yield "critic.path", config.critic.path

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.config.verbs.distill import DistillConfig, ServerTeacherConfig, TeacherConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ModelError
@@ -97,13 +96,6 @@ def _raw(model: ModelConfig, base: Path) -> tuple[Any, bool]:
             f"{error} A plan needs no weights, but it needs the configuration: put config.json of {name} into a "
             f"directory and name that in model.path. Known without files are {', '.join(shapes)}."
         ) from error
-
-
-def teacher_section(config: TrainingConfig) -> TeacherConfig | None:
-    """Return the section of a teacher that lives on the ranks; None where there is none."""
-    if not isinstance(config, DistillConfig) or isinstance(config.teacher, ServerTeacherConfig):
-        return None
-    return config.teacher
 
 
 def size_of_plan(config: TrainingConfig, plan: ShardPlan, origin: Blueprint) -> ModelSize:

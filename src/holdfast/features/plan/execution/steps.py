@@ -23,7 +23,7 @@ from holdfast.data.content.lengths import Stretch, example_of
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.features.plan.counting.kinds import REFERENCE
 from holdfast.features.plan.counting.memory import Ledger, follow_model
-from holdfast.features.plan.execution.origin import shape_of, teacher_section
+from holdfast.features.plan.execution.origin import shape_of
 from holdfast.features.plan.execution.shapes import WithoutNumbers, place_shapes
 from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
@@ -194,16 +194,17 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
 
 
 def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], object]:
-    student, section = step.model, teacher_section(config)
-    teacher: Any = None
-    if section is not None:
+    student = step.model
+    teachers: list[Teacher] = []
+    for _, section in config.teachers_in_memory():
         twin = teacher_configuration(config, section, student)
         model, notes = shape_of(twin.model, step.run.base)
         step.notes += [f"teacher: {note}" for note in notes]
         origin = blueprint(model, step.run.base, seed=config.seed, tokenizer=student.blueprint.tokenizer)
         run = replace(step.run, config=twin.model_copy(update={"model": model}))
         teacher = frozen(step, run, origin).module
-    objective: Objective = objective_of_rows(config, Teacher(teacher, teacher, ""))
+        teachers.append(Teacher(teacher, teacher, "", section.weight))
+    objective: Objective = objective_of_rows(config, teachers)
     student.temperature = config.distill.temperature
     mini_batch = step.shortened(_rows(step, layout_of(student, "a distillation reads text alone"), ""))
     decode: Callable[[], object] = dict  # what is called where nothing is sampled
@@ -216,9 +217,9 @@ def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], obje
     def make() -> object:
         decode()
         compared = mini_batch
-        if getattr(objective, "needs_teacher_logprobs", False) and teacher is not None:
+        if getattr(objective, "needs_teacher_logprobs", False) and teachers:
             with step.run.phase("teacher"):
-                compared = scored(student, teacher, mini_batch, "teacher_logprobs")
+                compared = scored(student, teachers[0].model, mini_batch, "teacher_logprobs")
         return train_step(student, compared, objective).read()
 
     return make
