@@ -191,10 +191,11 @@ def test_nothing_is_left_of_a_server_when_the_processes_are_killed(start: Start,
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))))
 
 
+@pytest.mark.slow
 def test_episodes_of_a_rank_may_share_a_server_and_one_that_is_killed_takes_nothing_along(
     start: Start, tmp_path: Path
 ) -> None:
-    pool = start(mcp_per="rank", timeout_seconds=3.0)
+    pool = start(mcp_per="rank", timeout_seconds=30.0)
     for episode in range(3):
         begun(pool, episode)
 
