@@ -65,7 +65,7 @@ def test_an_export_is_proved_and_says_so_in_its_card(
 
 
 def test_an_export_outside_its_limits_ends_with_1_and_is_not_pushed(pools: Any, tmp_path: Path) -> None:
-    wild, out = run_from(pools, tmp_path, scale=40), tmp_path / "out"
+    wild, out = run_from(pools, tmp_path, scale=300), tmp_path / "out"
 
     done = exported(wild, out, "gguf", "q8_0")
     pushed = cli_in_process("push", out, "me/name", cwd=tmp_path)

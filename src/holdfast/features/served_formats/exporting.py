@@ -25,7 +25,9 @@ from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError, HoldfastError, UserError
+from holdfast.features.served_formats.proof import Proof, answers_of, compare, until_end
 from holdfast.files import NotRegular, size_words
+from holdfast.models.files.origin import load_tokenizer, read_config, read_end_tokens
 
 _EXTRAS = {"gguf": ("gguf", "gguf"), "compressed-tensors": ("compressed_tensors", "compressed")}
 """Format to the module that writes it and the extra that brings it."""
@@ -89,7 +91,8 @@ def export_served(checkpoint: StoredCheckpoint, directory: Path, how: ServedExpo
     with _refused(directory), staging_beside(directory) as plain, staging_beside(directory) as staging:
         export_stored([checkpoint], plain / "model", averaged=how.averaged, base=how.base)
         artefact = written(plain / "model", staging, how.form, tensor_type, directory.name)
-        proof = _proved(plain / "model", artefact, how, tensor_type)
+        settings = parse_file(plain / "model" / EXPORTED_CONFIG).values
+        proof = prove(plain / "model", artefact, how, tensor_type, settings)
         papers = stored_papers(checkpoint, averaged=how.averaged)
         if (plain / "model" / SOURCE_CARD).exists():
             shutil.copyfile(plain / "model" / SOURCE_CARD, staging / SOURCE_CARD)
@@ -120,8 +123,6 @@ def _refused(directory: Path) -> Iterator[None]:
 
 def written(plain: Path, staging: Path, form: str, tensor_type: str, name: str) -> Path:
     """Write the weights, and return what a program is asked to read."""
-    from holdfast.models.files.origin import read_config
-
     config = read_config(plain, trust_remote_code=False)
     if form == "gguf":
         from holdfast.features.served_formats.gguf_file import write_gguf
@@ -136,17 +137,10 @@ def written(plain: Path, staging: Path, form: str, tensor_type: str, name: str) 
 
 
 def _tokenizer(directory: Path) -> Any:
-    from holdfast.models.files.origin import load_tokenizer
-
     return load_tokenizer(ModelConfig(path=str(directory)), directory)
 
 
-def _proved(plain: Path, artefact: Path, how: ServedExport, tensor_type: str) -> Any:
-    settings = parse_file(plain / EXPORTED_CONFIG).values
-    return prove(plain, artefact, how, tensor_type, settings)
-
-
-def prove(plain: Path, artefact: Path, how: ServedExport, tensor_type: str, settings: Mapping[str, Any]) -> Any:
+def prove(plain: Path, artefact: Path, how: ServedExport, tensor_type: str, settings: Mapping[str, Any]) -> Proof:
     """Compare an export with the model directory that it was made of.
 
     Args:
@@ -156,7 +150,6 @@ def prove(plain: Path, artefact: Path, how: ServedExport, tensor_type: str, sett
         tensor_type: Of the weights.
         settings: The run's configuration.
     """
-    from holdfast.features.served_formats.proof import answers_of, compare
     from holdfast.features.served_formats.readers import plain_model, read_by_another
     from holdfast.features.served_formats.rows import proof_rows
 
@@ -164,7 +157,9 @@ def prove(plain: Path, artefact: Path, how: ServedExport, tensor_type: str, sett
     rows, origin = proof_rows(tokenizer, settings, how.rows)
     reference = answers_of(plain_model(plain), tokenizer, rows)
     program, answers = read_by_another(how.form, artefact, rows, how.reader, plain)
-    return compare(reference, answers, tensor_type, program, origin)
+    named = read_end_tokens(plain)
+    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+    return compare(until_end(reference, ends), until_end(answers, ends), tensor_type, program, origin)
 
 
 def _lay(papers: Papers, staging: Path, directory: Path, proof: Mapping[str, Any], verdict: str) -> None:
