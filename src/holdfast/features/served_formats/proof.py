@@ -30,7 +30,7 @@ LIMITS = {
     "f16": Limits(0.3, 0.03),
     "q8_0": Limits(2.0, 0.3),
     "fp8": Limits(6.0, 0.6),
-    "int8": Limits(3.0, 0.25),
+    "int8": Limits(6.0, 0.75),
 }
 """By the type of the weights: two to five times what SmolLM2-135M has, below a tenth of its planted faults for f16."""
 
