@@ -21,6 +21,7 @@ from holdfast.checkpoint.export.stored import export_stored, stored_papers
 from holdfast.checkpoint.export.write import check_target, replace_directory, staging_beside
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
 from holdfast.checkpoint.place.hashing import hash_file
+from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.yaml12 import parse_file
@@ -97,6 +98,8 @@ def export_served(checkpoint: StoredCheckpoint, directory: Path, how: ServedExpo
         if (plain / "model" / SOURCE_CARD).exists():
             shutil.copyfile(plain / "model" / SOURCE_CARD, staging / SOURCE_CARD)
         _lay(papers, staging, directory, proof.as_plain(), proof.verdict)
+        for path in staging.iterdir():
+            LocalStorage(staging).sync(path.name)
         replace_directory(staging, directory)
     size = size_words(sum(path.stat().st_size for path in directory.iterdir()))
     return [f"{checkpoint.path} is exported to {directory} ({how.form}, {tensor_type}, {size})", proof.verdict], (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,18 @@ def write_gguf(directory: Path, file: Path, tensor_type: str, name: str, config:
         writer.write_ti_data_to_file()
         for tensor in planned:
             writer.write_tensor_data(tensor.stored())
+        size = _whole_size(writer)
     finally:
         writer.close()
+    # numpy writes through a buffer of its own, and says nothing of a disk that did not take the end of it.
+    if file.stat().st_size != size:
+        raise OSError(errno.ENOSPC, f"{file.stat().st_size:,} of {size:,} bytes were written", file.name)
+
+
+def _whole_size(writer: gguf.GGUFWriter) -> int:
+    """Return the bytes of a file whose last tensor was written."""
+    assert writer.fout is not None
+    return int(writer.fout[0].tell())
 
 
 def _describe(writer: gguf.GGUFWriter, family: Family, values: dict[str, Any], vocabulary: Vocabulary) -> None:

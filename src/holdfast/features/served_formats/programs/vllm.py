@@ -6,16 +6,22 @@ Request and answer are those of `llama.py` beside this file; `model` is a direct
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import vllm
 from transformers import AutoTokenizer
 
 
 def main() -> None:
     """Read the request and write the answer."""
+    # On CPUs vLLM binds threads to cores of its own choice, and takes half of the memory for its cache.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    import vllm
+
     request = json.load(sys.stdin)
     rows, directory = request["rows"], request["model"]
     longest = max([len(row["ids"]) for row in rows] + [len(row["prompt_ids"]) + row["new_tokens"] for row in rows])
