@@ -329,3 +329,28 @@ def test_rules_of_mathematics_that_changed_are_a_difference() -> None:
     }
     assert changed_fingerprints({"objective": now}, {"objective": now}, config) == {}
     assert "rules of kind math" not in _loss(from_mapping(GRPO, GRPOConfig))
+
+
+@pytest.mark.parametrize(
+    ("section", "later"),
+    [
+        ({"path": "world.py:World"}, ("max_failed_calls", "mcp", "mcp_per")),
+        ({"command": ["python", "agent.py"], "kind": "endpoint"}, ("max_failed_calls", "endpoint", "sandbox")),
+    ],
+)
+def test_an_environment_of_a_version_without_later_keys_goes_on_unless_one_is_set(
+    section: dict[str, Any], later: tuple[str, ...]
+) -> None:
+    first, second = (
+        from_mapping({**GRPO, "reward": "environment", "environment": section | more}, GRPOConfig)
+        for more in ({}, {"max_failed_calls": 3})
+    )
+    now = _loss(first)
+    known = json.loads(now["environment"])
+    saved = now | {"environment": json.dumps({key: value for key, value in known.items() if key not in later})}
+
+    assert set(later) < known.keys()
+    assert changed_fingerprints({"objective": saved}, {"objective": now}, first) == {}
+    assert changed_fingerprints({"objective": saved}, {"objective": _loss(second)}, second) == {
+        "objective": ["environment.max_failed_calls absent -> 3"]
+    }

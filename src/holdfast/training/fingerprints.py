@@ -159,9 +159,8 @@ def _loss_of_policy(config: GRPOConfig) -> dict[str, str]:
     if any(isinstance(reward, MathConfig) for reward in config.reward):
         loss["rules of kind math"] = MATH_RULES
     if config.environment is not None:
-        # How many live at a time moves no number, as above; the other keys tell the kind. Earlier runs had no limit.
-        unsaid = {"max_failed_calls"} if config.environment.max_failed_calls is None else set[str]()
-        loss["environment"] = _text(config.environment, exclude={"instances", "kind", *unsaid})
+        # How many live at a time moves no number, as above; the other keys tell the kind.
+        loss["environment"] = _text(config.environment, exclude={"instances", "kind"})
     if config.critic is not None:
         loss["critic"] = _text(config.critic, include={"value_clip", "warmup_steps"})
     return loss
