@@ -167,13 +167,14 @@ def test_another_template_is_found(tmp_path: Path, reader: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not LLAMA, reason="HOLDFAST_LLAMA_PYTHON names no interpreter with llama-cpp-python")
 def test_llama_cpp_finds_another_split(tmp_path: Path) -> None:
-    plain = model_directory(tmp_path / "hf", "qwen2")
+    """One split keeps up to three digits together, the other one cuts between all of them."""
+    plain = model_directory(tmp_path / "hf", "llama:3.1")
     file = export(plain)
     data = file.read_bytes()
-    key = b"tokenizer.ggml.pre"
+    key, together, apart = b"tokenizer.ggml.pre", b"llama-bpe", b"stablelm2"
     start = data.index(key) + len(key) + 12
-    assert data[start : start + 5] == b"qwen2"
-    file.write_bytes(data[:start] + b"gpt-2" + data[start + 5 :])
+    assert data[start : start + len(together)] == together
+    file.write_bytes(data[:start] + apart + data[start + len(apart) :])
 
     made = proof(plain, file, reader=LLAMA)
 

@@ -12,6 +12,7 @@ from holdfast.config.sections.data import SourceConfig
 from holdfast.data.content.formats import Conversation, PlainText, PromptCompletion, normalise, prompt_of, row_shape
 from holdfast.data.rows.rows import Row, columns_of, open_source
 from holdfast.errors import DataError
+from holdfast.models.files.origin import TOKENIZER_PROBE
 
 COUNT = 20
 """Rows of a proof, at least; a file of the user's may have more."""
@@ -61,6 +62,8 @@ class ProofRow:
 def proof_rows(tokenizer: Any, settings: Mapping[str, Any], file: str | None) -> tuple[list[ProofRow], str]:
     """Return the rows of a proof, and words that say where they are from.
 
+    One more row is a text whose digits, capitals, spaces and signs another split of words would cut otherwise.
+
     Args:
         tokenizer: Of the model.
         settings: The run's configuration, whose evaluation sets are read if no file is named.
@@ -74,13 +77,19 @@ def proof_rows(tokenizer: Any, settings: Mapping[str, Any], file: str | None) ->
         rows = list(islice(_usable(tokenizer, source), _MOST))
         if not rows:
             raise DataError(f"{file} has no row of at most {_LONGEST} tokens that is a text or a conversation.")
-        return rows, f"{len(rows)} rows of {Path(file).name}"
+        return [*rows, *_probe(tokenizer)], f"{len(rows)} rows of {Path(file).name} and a probe of the tokenizer"
     held_out = list(_of_the_run(tokenizer, settings))
     fixed = [row for prompt in _PROMPTS if (row := _row(tokenizer, _as_content(tokenizer, prompt))) is not None]
     filled = fixed[: max(0, COUNT - len(held_out))]
     words = [f"{len(held_out)} held-out rows of the run"] if held_out else []
     words += [f"{len(filled)} fixed prompts"] if filled else []
-    return [*held_out, *filled], " and ".join(words)
+    return [*held_out, *filled, *_probe(tokenizer)], ", ".join([*words, "a probe of the tokenizer"])
+
+
+def _probe(tokenizer: Any) -> Iterator[ProofRow]:
+    row = _row(tokenizer, PlainText(TOKENIZER_PROBE))
+    if row is not None:
+        yield row
 
 
 def _of_the_run(tokenizer: Any, settings: Mapping[str, Any]) -> Iterator[ProofRow]:
