@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.sections.environment import EnvironmentConfig
 from holdfast.environments.base import StepResult, ToolCall, Turn
 from holdfast.environments.pool import Answer, EnvironmentPool
 from holdfast.errors import ConfigError
+from tests.environments.conftest import started
 from tests.rewards.conftest import is_alive, wait_for
 
 NOTES = '''
@@ -79,18 +78,12 @@ Start = Callable[..., EnvironmentPool]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start a pool whose only tools are those of a server."""
-    pools: list[EnvironmentPool] = []
+    with started(tmp_path, "notes.py", {"mcp": f"{sys.executable} notes.py"}) as begin_with:
 
-    def begin(source: str = NOTES, entry: str | None = None, **options: Any) -> EnvironmentPool:
-        (tmp_path / "notes.py").write_text(textwrap.dedent(source))
-        config = EnvironmentConfig.model_validate({"mcp": entry or f"{sys.executable} notes.py", **options})
-        pools.append(EnvironmentPool(config, tmp_path, tmp_path / "logs"))
-        pools[-1].start()
-        return pools[-1]
+        def begin(source: str = NOTES, entry: str | None = None, **options: Any) -> EnvironmentPool:
+            return begin_with(source, **({} if entry is None else {"mcp": entry}), **options)
 
-    yield begin
-    for pool in pools:
-        pool.close()
+        yield begin
 
 
 def take(pool: EnvironmentPool, episode: int, *calls: tuple[str, dict[str, Any]]) -> Answer:

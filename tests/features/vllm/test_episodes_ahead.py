@@ -7,8 +7,6 @@ import copy
 import gzip
 import json
 import random
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from holdfast.metrics.sink import METRICS, read_metrics
 from holdfast.rollout.sampling import mixed
 from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
+from tests.features.vllm.kills import is_killed
 from tests.features.vllm.served import AHEAD, REWARD, ServedModel, served_tree, serving
 from tests.features.vllm.test_served_runs import (
     LONGEST_WAIT,
@@ -325,16 +324,9 @@ def test_twenty_kills_lose_no_episode_and_train_none_twice(warm: WarmPython, tmp
         tree["observers"] = ["late.py:save"]
         write_run(tmp_path / "run.yaml", tree)
         command = [str(warm.program), "-m", "holdfast.cli.main", "grpo", "run.yaml"]
-        while killed < 20:
-            until = len(served.events) + draw.randint(2 * OF_THE_WALK + 50, 2 * OF_THE_WALK + 130)
-            with (tmp_path / "log").open("a") as log:
-                process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
-                while process.poll() is None and len(served.events) < until:
-                    time.sleep(0.005)
-                if process.poll() is not None:
-                    break  # its steps were done
-                process.kill()
-                process.wait()
+        while killed < 20 and is_killed(
+            command, tmp_path, served, draw.randint(2 * OF_THE_WALK + 50, 2 * OF_THE_WALK + 130)
+        ):
             killed += 1
             places = sorted((tmp_path / "r" / "checkpoints").glob("step-*"))
             if places:

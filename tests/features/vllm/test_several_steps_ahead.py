@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from holdfast.features.plan.execution.saved import ahead_bytes
 from holdfast.rollout.sampling import mixed
 from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
+from tests.features.vllm.kills import is_killed
 from tests.features.vllm.served import AHEAD, REWARD, ServedModel, served_tree, serving
 from tests.features.vllm.test_served_runs import (
     LONGEST_WAIT,
@@ -215,16 +214,7 @@ def test_twenty_kills_lose_no_completion_and_train_none_twice(warm: WarmPython, 
     with serving(served) as url:
         write_run(tmp_path / "run.yaml", ahead_tree([url], ".", steps=steps))
         command = [str(warm.program), "-m", "holdfast.cli.main", "grpo", "run.yaml"]
-        while killed < 20:
-            until = len(served.events) + draw.randint(2 * OF_THE_WALK, 2 * OF_THE_WALK + 24)
-            with (tmp_path / "log").open("a") as log:
-                process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
-                while process.poll() is None and len(served.events) < until:
-                    time.sleep(0.005)
-                if process.poll() is not None:
-                    break  # its steps were done
-                process.kill()
-                process.wait()
+        while killed < 20 and is_killed(command, tmp_path, served, draw.randint(2 * OF_THE_WALK, 2 * OF_THE_WALK + 24)):
             killed += 1
         done = warm.run(*command[1:], cwd=tmp_path)
 
