@@ -130,8 +130,8 @@ class KTOLossConfig(_Loss):
     """Single answers, each desirable or not (KTO, arXiv:2402.01306, section 4).
 
     weight (1 - sigmoid(beta (r - z0))) for a desirable answer, and with the sign turned for another. z0 is the KL
-    divergence of the policy from its reference, measured on prompts with answers of other rows before each update, over
-    all ranks: of the next row of the update, or with reference.precompute of a row that is settled before the run.
+    divergence of the policy from its reference, measured on prompts with the answer of the next row of the update,
+    over all ranks, before each update.
     """
 
     takes_pairs = False

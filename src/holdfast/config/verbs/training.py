@@ -43,7 +43,7 @@ class _Root(Section):
     seed: Seed = 0
     """Seed of everything random: initial weights, order, dropout."""
     steps: PositiveInt | None = None
-    """Optimizer updates."""
+    """Optimizer updates; of a policy, rollouts with their updates."""
     epochs: Positive | None = None
     """Passes over the data, instead of or together with steps: whichever ends first."""
     min_steps: Count = 0
